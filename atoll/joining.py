@@ -1,0 +1,27 @@
+"""`atoll join` around the node: real transport, a closing line, figures as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from node.join import join
+from node.site import Site
+from protocol.grpc_transport import GrpcTransport
+from protocol.state_dir import write_atomically
+
+
+async def join_run(site: Site, out: Path | None) -> None:
+    daemon = await join(site, GrpcTransport())
+    progress = daemon.progress()
+    print(f"the run is finished; the final model: {site.final_model}")
+    if out is not None:
+        fields = {
+            "name": site.name,
+            "tokens": progress.tokens,
+            "inner_steps": progress.steps,
+            "compute_s": progress.compute_s,
+            "wait_s": progress.wait_s,
+            "model": str(site.final_model),
+        }
+        write_atomically(out, json.dumps(fields).encode())

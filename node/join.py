@@ -1,0 +1,160 @@
+"""`join`: everything a node does from the command line to its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import structlog
+
+from node.coordinator_client import CoordinatorClient
+from node.daemon import Daemon
+from node.events import Events
+from node.joining import Described, describe, prepare_state
+from node.journal import Journal
+from node.metered_transport import MeteredTransport
+from node.site import Site
+from node.trainer_process import TrainerProcess, builtin_command
+from protocol.errors import PeerUnreachable, TrainerFailed
+from protocol.identity import load_or_create
+from protocol.messages import Record
+from protocol.state_dir import locked, write_atomically
+from protocol.transport import Transport
+
+log = structlog.get_logger()
+
+_COORDINATOR_PATIENCE_S = 30.0
+_TRAINER_FAREWELL_S = 60.0
+
+
+async def join(site: Site, transport: Transport) -> Daemon:
+    """Takes part in a run until it is finished; returns the daemon for its figures.
+
+    Raises an AtollError whose text is the one line to show.
+    """
+    metered = MeteredTransport(transport)
+    with locked(site.state), ThreadPoolExecutor(1, "numpy") as pool:
+        identity = load_or_create(site.identity_key)
+        journal, events = Journal(site.journal), Events(site.events)
+        client = await CoordinatorClient.connect(metered, site.coordinator, identity)
+        try:
+            described = await _patiently(partial(describe, client, site, journal))
+            state, missing = await prepare_state(metered, described, site, journal)
+            daemon = Daemon(site, identity, state, journal, metered, _computing_in(pool), events)
+            await _live(daemon, client, site, described, missing)
+            events.write(
+                "ended",
+                sent_bytes=metered.traffic.sent_bytes,
+                received_bytes=metered.traffic.received_bytes,
+            )
+            return daemon
+        finally:
+            await client.close()
+            events.close()
+            journal.close()
+
+
+def _computing_in(pool: ThreadPoolExecutor) -> Callable[..., Any]:
+    async def compute(function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+    return compute
+
+
+async def _patiently(call: Callable[[], Any]) -> Any:
+    """The coordinator may come up after the node: tries for a while before giving up."""
+    deadline_s = time.monotonic() + _COORDINATOR_PATIENCE_S
+    while True:
+        try:
+            return await call()
+        except PeerUnreachable as error:
+            if time.monotonic() > deadline_s:
+                raise
+            log.info("waiting_for_coordinator", reason=str(error))
+            await asyncio.sleep(1.0)
+
+
+async def _live(
+    daemon: Daemon,
+    client: CoordinatorClient,
+    site: Site,
+    described: Described,
+    missing: list[Record],
+) -> None:
+    """Daemon and trainer side by side, until the run is finished; an error in either ends both."""
+    following = asyncio.create_task(daemon.run(client, missing))
+    trainer: TrainerProcess | None = None
+    try:
+        await _first(following, daemon.opened.wait(), daemon.finished.wait())
+        if not daemon.finished.is_set():
+            write_atomically(site.trainer_settings, _trainer_settings(daemon, site, described))
+            trainer = _trainer(daemon, site)
+            training = asyncio.create_task(trainer.run())
+            await _first(following, daemon.finished.wait(), _lasting(training))
+            await _first(following, asyncio.wait({training}, timeout=_TRAINER_FAREWELL_S))
+            if training.done():
+                training.result()
+        await daemon.say_goodbye()
+    finally:
+        if trainer is not None:
+            await trainer.stop()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _lasting(training: asyncio.Task[None]) -> None:
+    """Raises if the trainer fails, or ends long before the run does."""
+    await asyncio.shield(training)
+    await asyncio.sleep(_TRAINER_FAREWELL_S)
+    raise TrainerFailed("the trainer ended before the run did: see its log")
+
+
+async def _first(following: asyncio.Task[None], *others: Coroutine[Any, Any, Any]) -> None:
+    """Waits for the first of these; an error of the daemon or of that first one is raised."""
+    tasks = [asyncio.ensure_future(other) for other in others]
+    try:
+        done, _ = await asyncio.wait({following, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
+    environment = {
+        "ATOLL_SOCKET": daemon.trainer_socket,
+        "ATOLL_TRAINER_SETTINGS": str(site.trainer_settings),
+        "OMP_NUM_THREADS": str(site.threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = site.command or builtin_command()
+    return TrainerProcess(command, environment, site.trainer_log)
+
+
+def _trainer_settings(daemon: Daemon, site: Site, described: Described) -> bytes:
+    """What the built-in recipe needs; the data order's place of an island is its rank in the view."""
+    spec = described.spec
+    data = spec.data.model_dump(mode="json")
+    if site.text:
+        data["text"] = list(site.text)
+    return json.dumps(
+        {
+            "seed": spec.seed,
+            "target_tokens": spec.target_tokens,
+            "model": spec.model.model_dump(mode="json"),
+            "data": data,
+            "inner": spec.inner.model_dump(mode="json"),
+            "tokenizer_path": str(site.tokenizer) if described.tokenizer_json else None,
+            "cache_dir": str(site.cache),
+            "index": daemon.place_in_view,
+            "islands": daemon.islands,
+            "threads": site.threads,
+        }
+    ).encode()

@@ -1,0 +1,83 @@
+"""The island's ranks: one torchrun, in a session of its own, that ends with the daemon.
+
+The launcher asks the kernel for SIGTERM when its parent dies, so not even kill -9 of the daemon leaves a
+trainer behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from protocol.errors import TrainerFailed
+
+log = structlog.get_logger()
+
+_TERM_GRACE_S = 5.0
+
+
+def builtin_command(ranks: int = 1) -> list[str]:
+    """torchrun with the built-in recipe."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return [sys.executable, "-P", *torchrun, f"--nproc-per-node={ranks}", "-m", "node.trainer"]
+
+
+class TrainerProcess:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log_path: Path
+    ) -> None:
+        self._command, self._environment, self._log_path = command, environment, log_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Starts it and waits for its end. Raises TrainerFailed unless it ends well."""
+        launcher = [sys.executable, "-P", "-m", "node.launcher", *self._command]
+        output = os.open(
+            self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *launcher,
+                env={**os.environ, "PYTHONSAFEPATH": "1", **self._environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        finally:
+            os.close(output)
+        code = await self._process.wait()
+        if code:
+            last = _last_line(self._log_path)
+            raise TrainerFailed(
+                f"the trainer ended with code {code}: {last} (all of it: {self._log_path})"
+            )
+
+    async def stop(self) -> None:
+        """SIGTERM to the whole session, SIGKILL if it takes too long."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            try:
+                async with asyncio.timeout(_TERM_GRACE_S):
+                    await process.wait()
+                    return
+            except TimeoutError:
+                log.warning("trainer_slow_to_stop", sent=sign.name)
+
+
+def _last_line(path: Path) -> str:
+    """The line that says why: the last one that names an error, else the last one."""
+    lines = [line for line in path.read_text(errors="replace").splitlines()[-200:] if line.strip()]
+    named = [line for line in lines if "Error:" in line or line.startswith("error:")]
+    return (named or lines or ["no output"])[-1].strip()[:500]

@@ -1,0 +1,66 @@
+"""FedAdam and FedYogi: Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2.
+
+    m = beta1 m + (1 - beta1) g
+    adam:  v = beta2 v + (1 - beta2) g^2
+    yogi:  v = v - (1 - beta2) g^2 sign(v - g^2)
+    anchor - lr m / (sqrt(v) + epsilon)
+
+No bias correction, as in the paper, so the state needs no step count. v starts at 0, below the paper's
+epsilon^2: the first step is then bounded by lr (1 - beta1) / sqrt(1 - beta2), about lr at the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State, Update
+
+_ONE = np.float32(1.0)
+
+
+def _zeros(state: State) -> None:
+    for array in state:
+        array.fill(0.0)
+
+
+def _adam_second(v: FloatArray, squared: FloatArray, beta2: np.float32, new_v: FloatArray) -> None:
+    np.multiply(v, beta2, out=new_v)
+    np.add(new_v, squared * (_ONE - beta2), out=new_v)
+
+
+def _yogi_second(v: FloatArray, squared: FloatArray, beta2: np.float32, new_v: FloatArray) -> None:
+    np.subtract(v, squared, out=new_v)
+    np.sign(new_v, out=new_v)
+    np.multiply(new_v, squared * (_ONE - beta2), out=new_v)
+    np.subtract(v, new_v, out=new_v)
+
+
+def _update_with(
+    second: Callable[[FloatArray, FloatArray, np.float32, FloatArray], None],
+) -> Update:
+    def update(
+        anchor: FloatArray,
+        gradient: FloatArray,
+        state: State,
+        hyper: Hyper,
+        new_anchor: FloatArray,
+        new_state: State,
+    ) -> None:
+        beta1 = np.float32(hyper.beta1)
+        (m, v), (new_m, new_v) = state, new_state
+        np.multiply(m, beta1, out=new_m)
+        np.add(new_m, gradient * (_ONE - beta1), out=new_m)
+        second(v, gradient * gradient, np.float32(hyper.beta2), new_v)
+        np.sqrt(new_v, out=new_anchor)
+        np.add(new_anchor, np.float32(hyper.epsilon), out=new_anchor)
+        np.divide(new_m, new_anchor, out=new_anchor)
+        np.multiply(new_anchor, np.float32(hyper.lr), out=new_anchor)
+        np.subtract(anchor, new_anchor, out=new_anchor)
+
+    return update
+
+
+adam = OuterTransform("adam", ("first", "second"), _zeros, _update_with(_adam_second))
+yogi = OuterTransform("yogi", ("first", "second"), _zeros, _update_with(_yogi_second))

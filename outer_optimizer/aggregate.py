@@ -1,0 +1,31 @@
+"""The weighted mean of contributions: fp32, in the order given, multiply and add rounded apart.
+
+The order is part of the promise that all islands hold the same bits: callers sum in sorted island order.
+Weights are normalised once by whoever plans the round and travel as fp32; they are never recomputed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from outer_optimizer.transform import FloatArray
+
+
+def add_weighted(
+    total: FloatArray, values: FloatArray, weight: np.float32, scratch: FloatArray
+) -> None:
+    """total += weight * values, as two operations; `scratch` is overwritten."""
+    np.multiply(values, weight, out=scratch)
+    np.add(total, scratch, out=total)
+
+
+def weighted_mean(
+    contributions: Iterable[FloatArray], weights: Iterable[np.float32], out: FloatArray
+) -> None:
+    """out = sum of weight * contribution, first to last."""
+    out.fill(0.0)
+    scratch = np.empty_like(out)
+    for values, weight in zip(contributions, weights, strict=True):
+        add_weighted(out, values, weight, scratch)

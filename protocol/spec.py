@@ -1,0 +1,274 @@
+"""The run spec: what all islands of a run must agree on.
+
+One TOML file per run. Every table is frozen and refuses unknown keys; the error names the key, the
+nearest right one and the file. The digest is BLAKE3 over canonical JSON (sorted keys, defaults filled
+in), so two files that mean the same have the same digest. Keys carry units. Nothing local to one node
+stands here, and a spec names built-in recipes, never code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import ConfigError
+from protocol.merkle import digest
+
+MAX_SPEC_BYTES = 1 << 20
+
+T = TypeVar("T", bound=BaseModel)
+
+Positive = Annotated[int, Field(ge=1, le=1 << 50)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Model(Table):
+    """A decoder-only transformer: RMSNorm, rotary positions, causal attention."""
+
+    recipe: Literal["gpt"] = "gpt"
+    width: Annotated[int, Field(ge=8, le=65_536)] = 128
+    depth: Annotated[int, Field(ge=1, le=1_024)] = 4
+    heads: Annotated[int, Field(ge=1, le=1_024)] = 4
+    context: Annotated[int, Field(ge=2, le=1 << 20)] = 128
+    vocab_size: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Model:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(
+                f"model.width = {self.width} must be an even multiple of model.heads = {self.heads}"
+            )
+        return self
+
+
+class Data(Table):
+    text: Annotated[tuple[str, ...], Field(min_length=1, max_length=1_000)]
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    eval_sequences: Annotated[int, Field(ge=1, le=1 << 20)] = 256
+    eval_every_rounds: Positive = 4
+
+
+class Inner(Table):
+    """The optimizer of the inner steps, local to each island; its learning rate follows the run's tokens."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    lr: Rate = 1e-3
+    momentum: Fraction = 0.9
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    batch_size: Positive = 8
+
+
+class SchedulePhase(Table):
+    """From `from_round` on, these settings hold; what is left out falls back to the table `outer`."""
+
+    from_round: Annotated[int, Field(ge=0)]
+    inner_steps: Positive
+    lr: Rate | None = None
+    momentum: Fraction | None = None
+
+
+class Outer(Table):
+    """How often islands meet (`inner_steps`) and what they do with the mean pseudo-gradient."""
+
+    optimizer: Literal["nesterov", "sgd", "average", "adam", "yogi"] = "nesterov"
+    lr: Rate = 0.7
+    momentum: Fraction = 0.9
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    epsilon: Rate = 1e-3
+    codec: Literal["fp32", "bf16", "int8"] = "int8"
+    inner_steps: Positive = 20
+    schedule: Annotated[tuple[SchedulePhase, ...], Field(max_length=1_000)] = ()
+    fragments: Annotated[int, Field(ge=1, le=1_024)] = 1
+
+    @model_validator(mode="after")
+    def _schedule_rises(self) -> Outer:
+        rounds = [phase.from_round for phase in self.schedule]
+        if rounds and (rounds[0] != 0 or sorted(set(rounds)) != rounds):
+            raise ValueError("outer.schedule must start at from_round = 0 and rise strictly")
+        every = [self.inner_steps] + [phase.inner_steps for phase in self.schedule]
+        for steps in every:
+            if steps % self.fragments:
+                raise ValueError(
+                    f"outer.inner_steps = {steps} must be a multiple of "
+                    f"outer.fragments = {self.fragments}"
+                )
+        return self
+
+
+class Sync(Table):
+    """When a round is planned and closed."""
+
+    expected_islands: Annotated[int, Field(ge=1, le=1_024)] = 4
+    quorum: Annotated[int, Field(ge=1)] | None = None
+    durability: Annotated[int, Field(ge=1)] | None = None
+    grace_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
+    budget_s: Rate = 600.0
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    cell_values: Annotated[int, Field(ge=4_096, le=1 << 18, multiple_of=4_096)] | None = None
+    max_owners: Annotated[int, Field(ge=1, le=1_024)] = 16
+    max_carry_rounds: Annotated[int, Field(ge=0, le=1_000)] = 2
+    late: Literal["carry", "drop"] = "carry"
+    heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 2.0
+    lease_s: Annotated[float, Field(gt=0, le=3_600)] = 15.0
+
+    def durability_of(self, islands: int) -> int:
+        """Matching reports that close a slot when the view has `islands` members."""
+        return min(islands, max(self.durability or 0, islands // 2 + 1))
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Sync:
+        if self.quorum is not None and self.quorum > self.expected_islands:
+            raise ValueError(
+                f"sync.quorum = {self.quorum} is more than "
+                f"sync.expected_islands = {self.expected_islands}"
+            )
+        majority = self.expected_islands // 2 + 1
+        if self.durability is not None and not (
+            majority <= self.durability <= self.expected_islands
+        ):
+            raise ValueError(
+                f"sync.durability = {self.durability} must be a majority of the islands: "
+                f"{majority} to {self.expected_islands}"
+            )
+        return self
+
+
+class Trust(Table):
+    profile: Literal["private", "invite", "open"] = "private"
+
+
+class RunSpec(Table):
+    schema_version: Literal[1] = 1
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$")]
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+    target_tokens: Positive
+    model: Model = Model()
+    data: Data
+    inner: Inner = Inner()
+    outer: Outer = Outer()
+    sync: Sync = Sync()
+    trust: Trust = Trust()
+
+    def canonical_json(self) -> bytes:
+        return json.dumps(
+            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        ).encode()
+
+    def digest(self) -> bytes:
+        return digest(self.canonical_json())
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Reads a run spec. Raises ConfigError with one line per wrong key."""
+    return parse_spec(read_toml(path), str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file of at most 1 MiB. Raises ConfigError naming file and line."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_SPEC_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_SPEC_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_SPEC_BYTES} bytes: is this the right file?")
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_spec(table: Mapping[str, Any], source: str) -> RunSpec:
+    return parse_table(RunSpec, table, source)
+
+
+def spec_from_json(data: bytes, source: str) -> RunSpec:
+    """The inverse of `canonical_json`, for bytes that came over a network."""
+    if len(data) > MAX_SPEC_BYTES:
+        raise ConfigError(f"{source}: a spec of {len(data)} bytes is too large")
+    try:
+        table = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{source}: not valid JSON: {error}") from None
+    return parse_spec(table, source)
+
+
+def parse_table(model: type[T], table: Any, source: str) -> T:
+    """Validates `table`; every fault becomes one line that names the key and the remedy."""
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        lines = [f"{source}: {line}" for line in _fault_lines(model, error)]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
+    for fault in error.errors(include_url=False):
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(
+                str(fault["loc"][-1]), _names(model, fault["loc"][:-1]), 1
+            )
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield f"{key}: unknown key{hint}"
+        elif fault["type"] == "missing":
+            yield f"{key}: missing; add it"
+        elif fault["type"] == "value_error":
+            yield str(fault["ctx"]["error"])
+        else:
+            yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {fault['input']!r})"
+
+
+def _names(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """Field names of the table at `path`, looked up through nested models and lists of them."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        model = next(iter(_models_in(annotation)), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)
+
+
+def spec_differences(mine: RunSpec, theirs: RunSpec) -> list[str]:
+    """Lines `key: mine here, theirs in the run`, for a node whose spec is not the run's."""
+    a, b = _flat(mine.model_dump(mode="json")), _flat(theirs.model_dump(mode="json"))
+    return [
+        f"{key} is {a.get(key)!r} here and {b.get(key)!r} in the run"
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key)
+    ]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
