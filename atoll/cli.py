@@ -26,7 +26,8 @@ app.add_typer(coordinator_app, name="coordinator")
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON.")]
 HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write the report here as one page.")]
 Folder = Annotated[
-    Path | None, typer.Option("--folder", help="Keep state and logs here; default: a temporary one.")
+    Path | None,
+    typer.Option("--folder", help="Keep state and logs here; default: a temporary one."),
 ]
 Baselines = Annotated[
     bool, typer.Option("--baselines", help="Also train data parallel and one island alone.")
@@ -90,13 +91,15 @@ def join(
     state: State = None,
     listen: Listen = "127.0.0.1:0",
     advertise: Annotated[
-        str | None, typer.Option(help="Address other islands can reach, if not the one listened at.")
+        str | None,
+        typer.Option(help="Address other islands can reach, if not the one listened at."),
     ] = None,
     spec: Annotated[
         Path | None, typer.Option(help="Your own copy of the run spec; refused if it differs.")
     ] = None,
     text: Annotated[
-        list[str] | None, typer.Option(help="Paths or globs of the text here, in place of the spec's.")
+        list[str] | None,
+        typer.Option(help="Paths or globs of the text here, in place of the spec's."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="torch threads of the trainer")] = 1,
     json: JsonPath = None,
@@ -124,7 +127,9 @@ def join(
 @run_app.command("init")
 def run_init(
     directory: Annotated[Path, typer.Argument(help="New run directory.")] = Path("run"),
-    spec: Annotated[Path | None, typer.Option(help="Spec to use; default: a commented one.")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="Spec to use; default: a commented one.")
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Write the spec, the owner key and the start state."""
@@ -144,7 +149,9 @@ def run_init(
 
 @run_app.command("start")
 def run_start(
-    directory: Annotated[Path, typer.Argument(help="Run directory, or the run.toml in it.")] = Path("run"),
+    directory: Annotated[Path, typer.Argument(help="Run directory, or the run.toml in it.")] = Path(
+        "run"
+    ),
     listen: Listen = "127.0.0.1:7447",
     state: State = None,
     json: JsonPath = None,

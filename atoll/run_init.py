@@ -33,12 +33,16 @@ from protocol.wire import encode_signed, encode_start
 TEMPLATE = Path(__file__).parent / "template.toml"
 
 
-def init_run(path: Path, spec_path: Path | None, cache: Path, owner_secret: bytes | None = None) -> Start:
+def init_run(
+    path: Path, spec_path: Path | None, cache: Path, owner_secret: bytes | None = None
+) -> Start:
     """Fills the run directory `path`; refuses one that already holds a start state."""
     files = RunDirectory(path)
     path.mkdir(parents=True, exist_ok=True)
     if files.start.exists():
-        raise ConfigError(f"{path}: already holds a run: take another directory, or remove this one")
+        raise ConfigError(
+            f"{path}: already holds a run: take another directory, or remove this one"
+        )
     if spec_path is not None and spec_path.resolve() != files.spec.resolve():
         load_spec(spec_path)
         shutil.copyfile(spec_path, files.spec)
@@ -73,7 +77,14 @@ def _make_start_state(files: RunDirectory, spec: RunSpec, cache: Path) -> list[T
     """Runs torch elsewhere; leaves start.safetensors and returns its layout."""
     settings = files.path / "start.json"
     write_atomically(settings, json.dumps(trainer_settings(spec, files, cache)).encode())
-    command = [sys.executable, "-P", "-m", "node.start_state", str(settings), str(files.start_state)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "node.start_state",
+        str(settings),
+        str(files.start_state),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
@@ -85,7 +96,9 @@ def _make_start_state(files: RunDirectory, spec: RunSpec, cache: Path) -> list[T
     return [TensorLayout(name, tuple(shape), dtype) for name, shape, dtype in table]
 
 
-def trainer_settings(spec: RunSpec, files: RunDirectory, cache: Path, threads: int = 1) -> dict[str, object]:
+def trainer_settings(
+    spec: RunSpec, files: RunDirectory, cache: Path, threads: int = 1
+) -> dict[str, object]:
     """Settings of a trainer that is no island's: for the start state and the plain arms."""
     return {
         "seed": spec.seed,

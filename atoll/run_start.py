@@ -15,12 +15,16 @@ from protocol.run_files import load_run, run_directory
 from protocol.state_dir import write_atomically
 
 
-async def start_run(run_path: Path, state: Path, listen: str, on_listening: Callable[[str, str], None]) -> None:
+async def start_run(
+    run_path: Path, state: Path, listen: str, on_listening: Callable[[str, str], None]
+) -> None:
     """`on_listening(address, run_id)` is called once both are up."""
     run = load_run(run_path)
     start_state = run_directory(run_path).start_state
     if not start_state.exists():
-        raise ConfigError(f"{start_state}: missing: restore it, or make a new run with `atoll run init`")
+        raise ConfigError(
+            f"{start_state}: missing: restore it, or make a new run with `atoll run init`"
+        )
     transport = GrpcTransport()
     host = listen.rpartition(":")[0]
     donor = StartDonor(run.start, layout_of(run), start_state)

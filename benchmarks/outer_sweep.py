@@ -3,10 +3,9 @@
     python benchmarks/outer_sweep.py --json benchmarks/results/outer_sweep.json --jobs 2
 
 Same model, data order, learning-rate schedule, outer transform and codec as a real run; what is missing is
-the network and the error feedback. Every arm starts from the same state and sees the same tokens. Islands
-meet after the inner steps of the phase; int8 goes both ways: each island's pseudo-gradient, and the
-reduced one. Finished arms found in the JSON file are not run again. Choose on one --seed and --split,
-report on another.
+the network. Every arm starts from the same state; all but solo see the same tokens. Islands meet after the
+inner steps of the phase; int8 goes both ways: each island's pseudo-gradient, and the reduced one. Finished
+arms found in the JSON file are not run again. Choose on one --seed and --split, report on another.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from protocol.state_dir import write_atomically
 from node.baseline import batches_of, run_arm, with_lr
-from node.batches import split_tokens
+from node.batches import Batches, split_tokens
+from node.gpt import Gpt
 from node.inner import build_optimizer, lr_at, take_step
 from node.parameters import layout_of, trained_parameters
 from node.settings import TrainerSettings
@@ -38,24 +36,23 @@ from outer_optimizer.aggregate import weighted_mean
 from outer_optimizer.codec import codec_for
 from outer_optimizer.optimizer import transform_for
 from outer_optimizer.schedule import Phase, phase_at
-from outer_optimizer.transform import Hyper
+from outer_optimizer.transform import FloatArray, Hyper, State
 from protocol.layout import Fragment, build_layout
+from protocol.spec import load_spec
+from protocol.state_dir import write_atomically
 
-Vector = npt.NDArray[np.float32]
+Plain = Literal["data_parallel", "solo"]
 
-ISLANDS = 4
-STEP_TOKENS = ISLANDS * 8 * 128
+SPEC = load_spec(Path(__file__).parent.parent / "examples" / "quickstart" / "run.toml")
+ISLANDS = SPEC.sync.expected_islands
+STEP_TOKENS = ISLANDS * SPEC.inner.batch_size * SPEC.model.context
 EVALUATIONS = 5
-HELD_OUT = 0.05
-INT8_BYTES, BF16_BYTES = 1.01, 2.0
+CODEC = codec_for(SPEC.outer.codec)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """`phases` empty = plain training with `kind` data_parallel or solo."""
-
+class Arm(NamedTuple):
     name: str
-    kind: str
+    kind: Plain | Literal["local"]
     lr: float
     phases: tuple[Phase, ...] = ()
 
@@ -66,31 +63,29 @@ def local(lr: float, *phases: tuple[int, int, float, float]) -> Arm:
     return Arm(f"local [{', '.join(parts)}] lr {lr}", "local", lr, tuple(map(Phase._make, phases)))
 
 
-LEARNING_RATES = (5e-4, 1e-3, 2e-3, 3e-3)
+LEARNING_RATES = (1e-3, 2e-3, 3e-3, 5e-3)
+BEST_LR = 3e-3
 ARMS = [
-    local(1e-3, (0, 5, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(2e-3, (0, 5, 1.0, 0.0), (25, 20, 0.7, 0.9)),
+    *(local(lr, (0, 5, 1.0, 0.0), (20, 20, 0.7, 0.9)) for lr in (1e-3, 2e-3, 3e-3)),
     *(Arm(f"data_parallel lr {lr}", "data_parallel", lr) for lr in LEARNING_RATES),
     *(Arm(f"solo lr {lr}", "solo", lr) for lr in LEARNING_RATES),
-    local(3e-3, (0, 5, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(2e-3, (0, 5, 1.0, 0.0), (25, 20, 0.9, 0.9)),
-    local(2e-3, (0, 5, 1.0, 0.0), (25, 20, 0.8, 0.8)),
-    local(2e-3, (0, 4, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(2e-3, (0, 1, 1.0, 0.0), (10, 5, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(2e-3, (0, 11, 0.7, 0.7)),
+    local(BEST_LR, (0, 5, 1.0, 0.0), (20, 20, 0.9, 0.9)),
+    local(BEST_LR, (0, 5, 1.0, 0.0), (20, 20, 0.8, 0.8)),
+    local(BEST_LR, (0, 4, 1.0, 0.0), (25, 20, 0.7, 0.9)),
+    local(BEST_LR, (0, 6, 1.0, 0.0), (25, 20, 0.7, 0.9)),
+    local(BEST_LR, (0, 12, 0.7, 0.7)),
 ]
 
 
 def sweep_settings(seed: int, steps: int, cache_dir: Path) -> TrainerSettings:
-    text = ["{stdlib}/*.py", "{stdlib}/*/*.py"]
-    text += [f"!{{stdlib}}/{folder}/*" for folder in ("test", "site-packages", "idlelib")]
+    """The quickstart's own model, data and inner optimizer."""
     return TrainerSettings.model_validate(
         {
             "seed": seed,
             "target_tokens": steps * STEP_TOKENS,
-            "model": {},
-            "data": {"text": text, "held_out": HELD_OUT},
-            "inner": {"warmup_tokens": steps * STEP_TOKENS // 20},
+            "model": SPEC.model.model_dump(),
+            "data": SPEC.data.model_dump(),
+            "inner": SPEC.inner.model_dump(),
             "cache_dir": str(cache_dir),
             "index": 0,
             "islands": ISLANDS,
@@ -100,106 +95,140 @@ def sweep_settings(seed: int, steps: int, cache_dir: Path) -> TrainerSettings:
 
 def rotated(tokens: Tokens, split: int) -> Tokens:
     """Puts another part of the text at the end, where the held-out part is cut off."""
-    return np.roll(tokens, -round(split * HELD_OUT * len(tokens)))
+    return np.roll(tokens, -round(split * SPEC.data.held_out * len(tokens)))
 
 
 class Replica:
     """One island: a model and its inner optimizer, with parameters as one flat vector."""
 
     def __init__(self, settings: TrainerSettings, fragment: Fragment) -> None:
+        self._settings = settings
         self.model = build_model(settings)
-        self.optimizer = build_optimizer(self.model, settings.inner)
-        self.flat = torch.empty(fragment.values)
+        self._optimizer = build_optimizer(self.model, settings.inner)
+        self._flat = torch.empty(fragment.values)
         parameters = trained_parameters(self.model)
         self._pairs = [
-            (parameters[tensor.name], self.flat[start : start + tensor.values].view(tensor.shape))
+            (parameters[tensor.name], self._flat[start : start + tensor.values].view(tensor.shape))
             for tensor, start in zip(fragment.tensors, fragment.offsets, strict=True)
         ]
 
-    @torch.no_grad()
-    def read(self) -> Vector:
-        for parameter, place in self._pairs:
-            place.copy_(parameter)
-        return self.flat.numpy()
+    def train(self, batches: Batches, first: int, stop: int) -> None:
+        inner, target = self._settings.inner, self._settings.target_tokens
+        for step in range(first, stop):
+            self.model(*batches.at(step)).backward()
+            lr = lr_at(step * STEP_TOKENS, inner, target)
+            take_step(self.model.parameters(), self._optimizer, lr, inner.clip)
 
     @torch.no_grad()
-    def write(self, anchor: Vector) -> None:
-        self.flat.copy_(torch.from_numpy(anchor))
+    def read(self) -> FloatArray:
+        """A view that the next `read` or `write` overwrites."""
+        for parameter, place in self._pairs:
+            place.copy_(parameter)
+        return self._flat.numpy()
+
+    @torch.no_grad()
+    def write(self, anchor: FloatArray) -> None:
+        self._flat.copy_(torch.from_numpy(anchor))
         for parameter, place in self._pairs:
             parameter.copy_(place)
 
 
-def over_the_wire(values: Vector, fragment: Fragment) -> Vector:
+def over_the_wire(values: FloatArray, fragment: Fragment) -> FloatArray:
     """What arrives after int8, cell by cell."""
-    codec, out = codec_for("int8"), np.empty_like(values)
+    out = np.empty_like(values)
     for cell in fragment.cells:
         span = slice(cell.start, cell.start + cell.values)
-        codec.decode(codec.encode(values[span], cell.lengths), cell.lengths, out[span])
+        CODEC.decode(CODEC.encode(values[span], cell.lengths), cell.lengths, out[span])
     return out
 
 
-def run_local(arm: Arm, settings: TrainerSettings, tokens: Tokens) -> dict[str, Any]:
+class OuterStep:
+    """The anchor and its outer state; `commit` is one round."""
+
+    def __init__(self, anchor: FloatArray, fragment: Fragment) -> None:
+        self.anchor = anchor
+        self._fragment = fragment
+        self._transform = transform_for("nesterov")
+        self._state = self._empty_state()
+        self._transform.init(self._state)
+
+    def _empty_state(self) -> State:
+        return tuple(np.empty_like(self.anchor) for _ in self._transform.state_names)
+
+    def commit(self, locals_: Iterable[FloatArray], phase: Phase) -> None:
+        """Mean of the pseudo-gradients, int8 in both directions, one outer step."""
+        arrived = [over_the_wire(self.anchor - local, self._fragment) for local in locals_]
+        mean = np.empty_like(self.anchor)
+        weighted_mean(arrived, [np.float32(1 / ISLANDS)] * ISLANDS, mean)
+        new_anchor, new_state = np.empty_like(self.anchor), self._empty_state()
+        self._transform.update(
+            self.anchor,
+            over_the_wire(mean, self._fragment),
+            self._state,
+            Hyper(phase.lr, phase.momentum),
+            new_anchor,
+            new_state,
+        )
+        self.anchor, self._state = new_anchor, new_state
+
+
+def run_local(phases: Sequence[Phase], settings: TrainerSettings, tokens: Tokens) -> dict[str, Any]:
     started_s = time.perf_counter()
-    inner, steps = settings.inner, settings.target_tokens // STEP_TOKENS
+    steps = settings.target_tokens // STEP_TOKENS
     training, held_out = split_tokens(tokens, settings)
     islands = batches_of(ISLANDS, training, settings)
-    fragment = build_layout(
-        layout_of(trained_parameters(build_model(settings))), 1, None, ISLANDS
-    ).fragments[0]
+    tensors = layout_of(trained_parameters(build_model(settings)))
+    fragment = build_layout(tensors, 1, None, ISLANDS).fragments[0]
     replicas = [Replica(settings, fragment) for _ in islands]
-    anchor = replicas[0].read().copy()
-    transform = transform_for("nesterov")
-    state = {name: np.zeros_like(anchor) for name in transform.state_names}
+    outer = OuterStep(replicas[0].read().copy(), fragment)
     curve: list[tuple[int, float]] = []
-    step = number = 0
+    step = rounds = 0
     while step < steps:
-        phase = phase_at(arm.phases, number)
+        phase = phase_at(phases, rounds)
         stop = min(steps, step + phase.inner_steps)
-        arrived = []
         for replica, batches in zip(replicas, islands, strict=True):
-            for now in range(step, stop):
-                replica.model(*batches.at(now)).backward()
-                lr = lr_at(now * STEP_TOKENS, inner, settings.target_tokens)
-                take_step(replica.model.parameters(), replica.optimizer, lr, inner.clip)
-            arrived.append(over_the_wire(anchor - replica.read(), fragment))
-        gradient = over_the_wire(weighted_mean(arrived, [1 / ISLANDS] * ISLANDS), fragment)
-        hyper = Hyper(phase.lr, phase.momentum, 0.9, 0.99, 1e-3)
-        transform.update(anchor, gradient, state, hyper, anchor, state)
+            replica.train(batches, step, stop)
+        outer.commit((replica.read() for replica in replicas), phase)
         for replica in replicas:
-            replica.write(anchor)
-        if stop == steps or stop * EVALUATIONS // steps > step * EVALUATIONS // steps:
+            replica.write(outer.anchor)
+        if stop * EVALUATIONS // steps > step * EVALUATIONS // steps:
             loss = held_out_loss(replicas[0].model, held_out, settings)
             curve.append((stop * STEP_TOKENS, loss))
-        step, number = stop, number + 1
+        step, rounds = stop, rounds + 1
     return {
         "final": curve[-1][1],
         "curve": curve,
-        "rounds": number,
+        "rounds": rounds,
+        "round_bytes": 2 * sum(CODEC.encoded_bytes(cell.lengths) for cell in fragment.cells),
         "wall_s": time.perf_counter() - started_s,
     }
 
 
+def run_plain(kind: Plain, settings: TrainerSettings, tokens: Tokens) -> dict[str, Any]:
+    model = build_model(settings)
+    result = run_arm(kind, settings, model, tokens, EVALUATIONS, report=lambda line: None)
+    rounds = result.steps if kind == "data_parallel" else 0
+    return asdict(result) | {"rounds": rounds, "round_bytes": bf16_round_bytes(model)}
+
+
+def bf16_round_bytes(model: Gpt) -> int:
+    """Out and in, for each value, of an all-reduce in bf16."""
+    return 2 * 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
 def run(arm: Arm, seed: int, split: int, steps: int, cache_dir: Path) -> dict[str, Any]:
-    """One arm in a process of its own."""
+    """One arm, in a process of its own."""
     torch.set_num_threads(1)
     settings = with_lr(sweep_settings(seed, steps, cache_dir), arm.lr)
     tokens = rotated(token_stream(settings), split)
     if arm.kind == "local":
-        measured = run_local(arm, settings, tokens)
+        result = run_local(arm.phases, settings, tokens)
     else:
-        plain = run_arm(arm.kind, settings, build_model(settings), tokens, EVALUATIONS, _silent)
-        measured = asdict(plain) | {"rounds": plain.steps if arm.kind == "data_parallel" else 0}
-    bf16_bytes = 2 * BF16_BYTES * steps
-    exchanged_bytes = 2 * (INT8_BYTES if arm.kind == "local" else BF16_BYTES) * measured["rounds"]
-    return measured | _key(arm, seed, split, steps) | {"traffic": exchanged_bytes / bf16_bytes}
-
-
-def _silent(line: str) -> None:
-    pass
-
-
-def _key(arm: Arm, seed: int, split: int, steps: int) -> dict[str, Any]:
-    return {"name": arm.name, "seed": seed, "split": split, "steps": steps}
+        result = run_plain(arm.kind, settings, tokens)
+    every_step_bytes = steps * bf16_round_bytes(build_model(settings))
+    traffic = result["rounds"] * result["round_bytes"] / every_step_bytes
+    place = {"name": arm.name, "seed": seed, "split": split, "steps": steps}
+    return place | result | {"traffic": traffic}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -221,7 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--split", type=int, default=0, help="which twentieth of the text is held out"
     )
-    parser.add_argument("--steps", type=int, default=485, help="inner steps per island")
+    parser.add_argument("--steps", type=int, default=SPEC.target_tokens // STEP_TOKENS, help="inner steps per island")
     parser.add_argument("--arms", default="", help="regular expression on the arms' names")
     parser.add_argument("--jobs", type=int, default=2, help="arms at a time, one thread each")
     parser.add_argument("--json", type=Path, required=True, help="results, kept after each arm")

@@ -24,7 +24,6 @@ from node.coordinator_client import CoordinatorClient, registration_of
 from node.edge_messages import Boundary, Evaluation, Hello, Message
 from node.events import Events
 from node.exchange import Compute, Exchange, Hooks, Wiring
-from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.outbox import Outbox
 from node.peer_links import PeerLinks
@@ -69,23 +68,23 @@ class Daemon:
         site: Site,
         identity: Identity,
         state: RunState,
-        journal: Journal,
         transport: MeteredTransport,
         compute: Compute,
         events: Events,
+        trainer_link: TrainerLink,
     ) -> None:
         self._site, self._identity, self._me = site, identity, identity.island
-        self._state, self._journal, self._compute = state, journal, compute
+        self.state, self._journal, self._compute = state, state.journal, compute
         self._transport, self.events = transport, events
         self._inbox: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._machine = rm.RoundMachine(
             self._me,
-            journal.promised,
+            state.journal.promised,
             state.chain.head_slot,
             state.chain.view_slot,
-            journal.ballots(),
+            state.journal.ballots(),
         )
-        self._trainer_link = TrainerLink(site.state, self._from_trainer)
+        self._trainer_link = trainer_link
         self._desk = TrainerDesk(state, self._me, self._trainer_link, compute, events.write)
         self._links = PeerLinks(transport, state.start.run_id, self._me, self._from_peer)
         self._contribution: Contribution | None = None
@@ -99,11 +98,11 @@ class Daemon:
 
     @property
     def islands(self) -> int:
-        return len(self._state.chain.view)
+        return len(self.state.chain.view)
 
     @property
     def place_in_view(self) -> int:
-        return [m.island for m in self._state.chain.view].index(self._me)
+        return [m.island for m in self.state.chain.view].index(self._me)
 
     @property
     def trainer_socket(self) -> str:
@@ -116,17 +115,17 @@ class Daemon:
         """
         streams = {
             "Peer/Exchange": self._links.serve,
-            "Peer/Update": UpdateDonor(self._state).serve,
+            "Peer/Update": UpdateDonor(self.state).serve,
         }
         server = await self._transport.serve(self._site.listen, {}, streams)
         self._client = client
-        self._outbox = Outbox(client, lambda: self._put(self._register, server))
+        self._outbox = Outbox(client)
         self._put(self._take_up, missing)
         jobs = (
             self._consume(),
             self._follow(server),
             self._outbox.run(),
-            self._trainer_link.run(),
+            self._trainer_link.run(self._from_trainer),
             self._report_progress(),
         )
         tasks = [asyncio.create_task(job) for job in jobs]
@@ -148,9 +147,9 @@ class Daemon:
         """After a restart: the rounds we lack, then the state the log says we are in."""
         for record in missing:
             await self._repair(record)
-        if self._state.chain.finished:
+        if self.state.chain.finished:
             await self._finish()
-        elif self._state.chain.opened:
+        elif self.state.chain.opened:
             self.opened.set()
 
     async def _consume(self) -> None:
@@ -169,7 +168,7 @@ class Daemon:
             try:
                 await self._register(server)
                 async for event in self._client.watch(
-                    self._state.start.run_id, self._state.chain.head_slot + 1
+                    self.state.start.run_id, self.state.chain.head_slot + 1
                 ):
                     self._put(self._event, event)
             except TransportError as error:
@@ -180,11 +179,11 @@ class Daemon:
         """Promises the coordinator's term, stored first; then says again what it may not know."""
         address = self._site.advertise or server.address
         registration = registration_of(
-            self._state.start.run_id,
+            self.state.start.run_id,
             self._site.name,
             [Endpoint(address)],
-            self._state.spec.digest(),
-            self._state.chain.head_slot,
+            self.state.spec.digest(),
+            self.state.chain.head_slot,
         )
         while (
             other := await self._client.register(registration, self._machine.promised)
@@ -225,16 +224,16 @@ class Daemon:
             )
             for entry in peers.peers
         }
-        if self._state.chain.opened:
+        if self.state.chain.opened:
             self._links.set_peers(self._addresses)
 
     async def _record(self, closed: ClosedRecord) -> None:
-        record = self._state.append(closed)
+        record = self.state.append(closed)
         if record is None:
             return
         await self._step(rm.RecordArrived(record, closed))
         if record.slot == 0:
-            self.events.write("opened", islands=[m.name for m in self._state.chain.view])
+            self.events.write("opened", islands=[m.name for m in self.state.chain.view])
             self._links.set_peers(self._addresses)
             self.opened.set()
 
@@ -287,10 +286,10 @@ class Daemon:
         self._exchange = Exchange(
             plan,
             pid,
-            self._state.layout.fragments[self._state.fragment_of(plan.slot)],
+            self.state.layout.fragments[self.state.fragment_of(plan.slot)],
             self._contribution if mine is not None else None,
-            self._state.chain.members,
-            Wiring(self._identity, self._links, self._state.codec, self._compute),
+            self.state.chain.members,
+            Wiring(self._identity, self._links, self.state.codec, self._compute),
             Hooks(
                 part_held=lambda part: self._put(self._step, rm.PartHeld(pid, part)),
                 part_summed=lambda signed: self._outbox.put(
@@ -312,12 +311,12 @@ class Daemon:
         if self._exchange is None or self._exchange.plan_id != pid:
             return
         cells = self._exchange.cells()
-        reduced_root, new_root = await self._compute(self._state.stage, plan.slot, cells)
+        reduced_root, new_root = await self._compute(self.state.stage, plan.slot, cells)
         await self._step(rm.Staged(pid, reduced_root, new_root))
 
     async def _apply(self, record: Record, staged: bool) -> None:
         if staged:
-            self._state.swap(record)
+            self.state.swap(record)
         else:
             await self._repair(record)
         commit = committed(record)
@@ -327,7 +326,7 @@ class Daemon:
             fragment=commit.fragment,
             participants=[short(p.island) for p in commit.participants],
             new_root=commit.new_root.hex(),
-            tokens=self._state.chain.committed_tokens,
+            tokens=self.state.chain.committed_tokens,
             listed=commit.participant(self._me) is not None,
             sent_bytes=self._transport.traffic.sent_bytes,
             received_bytes=self._transport.traffic.received_bytes,
@@ -340,23 +339,23 @@ class Daemon:
         """Fetches the committed cells from whoever holds them, until somebody does."""
         commit = committed(record)
         while True:
-            cells = self._state.stored_update(commit.reduced_root, commit.fragment)
+            cells = self.state.stored_update(commit.reduced_root, commit.fragment)
             if cells is None:
                 others = [a for i, a in sorted(self._addresses.items()) if i != self._me and a]
-                cells = await fetch_update(self._transport, others, self._state, record)
+                cells = await fetch_update(self._transport, others, self.state, record)
             if cells is not None:
-                await self._compute(self._state.apply_update, record, cells)
+                await self._compute(self.state.apply_update, record, cells)
                 self.events.write("repaired", round=record.slot)
                 return
             log.warning("update_nowhere", round=record.slot, retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
 
     async def _finish(self) -> None:
-        tensors = self._state.replica.named_tensors()
+        tensors = self.state.replica.named_tensors()
         write_atomically(self._site.final_model, await self._compute(save, tensors))
-        self._state.save_snapshot()
+        self.state.save_snapshot()
         self.events.write(
-            "finished", round=self._state.chain.head_slot, model=str(self._site.final_model)
+            "finished", round=self.state.chain.head_slot, model=str(self._site.final_model)
         )
         await self._desk.stop("the run is finished")
         self.finished.set()
@@ -387,7 +386,7 @@ class Daemon:
                 await self._desk.arrive(message)
                 await self._offer()
             case Evaluation(round_, loss):
-                tokens = self._state.chain.committed_tokens
+                tokens = self.state.chain.committed_tokens
                 self._desk.loss = loss
                 self.events.write("evaluation", round=round_, tokens=tokens, loss=loss)
             case _:
@@ -395,7 +394,7 @@ class Daemon:
 
     async def _offer(self) -> None:
         """A waiting trainer's work becomes our contribution, unless a plan already names one."""
-        round_ = self._state.chain.head_slot + 1
+        round_ = self.state.chain.head_slot + 1
         if self._desk.waiting is None or not self._machine.may_replace_contribution(round_):
             return
         contribution = await self._desk.contribution()
@@ -406,10 +405,10 @@ class Daemon:
         self._send_ready(contribution)
 
     def _send_ready(self, contribution: Contribution) -> None:
-        round_ = self._state.chain.head_slot + 1
-        base = self._state.chain.bases[contribution.fragment]
+        round_ = self.state.chain.head_slot + 1
+        base = self.state.chain.bases[contribution.fragment]
         ready = Ready(
-            run_id=self._state.start.run_id,
+            run_id=self.state.start.run_id,
             round=round_,
             base_round=base.round,
             base_root=base.root,
@@ -442,7 +441,7 @@ class Daemon:
     def progress(self) -> pb.Progress:
         """How far this island is, for the coordinator's status."""
         totals = self._desk.totals
-        progress = pb.Progress(run_id=self._state.start.run_id)
+        progress = pb.Progress(run_id=self.state.start.run_id)
         if totals is not None:
             progress.steps, progress.tokens = totals.step, totals.tokens
             progress.compute_s, progress.wait_s = totals.compute_s, totals.wait_s
@@ -453,7 +452,7 @@ class Daemon:
     async def _report_progress(self) -> None:
         """Also the heartbeat: the coordinator hears from us at least this often."""
         while True:
-            await asyncio.sleep(self._state.spec.sync.heartbeat_s)
+            await asyncio.sleep(self.state.spec.sync.heartbeat_s)
             self._post("progress", self.progress().SerializeToString())
 
     async def say_goodbye(self) -> None:

@@ -150,22 +150,22 @@ class Exchange:
     # --- participant ---------------------------------------------------------------------------
 
     async def _offer(self, link: Link, part: Part) -> None:
-        """Leaves of the owner's part with their proof, then cells as the owner grants them."""
+        """Leaves of the owner's part with their proof, then cells as the owner grants them.
+
+        Grants outlive the link they came on: on the next one the owner asks for what it still lacks.
+        """
         mine = self._contribution
         if mine is None:
             raise InvariantBroken("an island without a contribution has nothing to offer")
-        grants = self._grants[part.owner] = asyncio.Queue()
         contents = mine.leaf_contents[part.first_cell : part.stop_cell]
         proof = prove_range(mine.leaves, part.first_cell, part.cells)
         await self._send(link, FrameKind.LEAVES, b"".join([*contents, *proof]), part[1:])
         while True:
-            first, count = await grants.get()
+            first, count = await self._grants[part.owner].get()
             for at, cells in self._chunks(first, first + count):
                 await self._send(
                     link, FrameKind.CELLS, b"".join(mine.cells[at : at + cells]), (at, cells)
                 )
-            if first + count >= part.stop_cell:
-                await asyncio.Event().wait()  # the owner asks again only on a new link
 
     # --- owner ---------------------------------------------------------------------------------
 

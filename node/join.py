@@ -19,6 +19,7 @@ from node.joining import Described, describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.site import Site
+from node.trainer_link import TrainerLink
 from node.trainer_process import TrainerProcess, builtin_command
 from protocol.errors import PeerUnreachable, TrainerFailed
 from protocol.identity import load_or_create
@@ -45,7 +46,8 @@ async def join(site: Site, transport: Transport) -> Daemon:
         try:
             described = await _patiently(partial(describe, client, site, journal))
             state, missing = await prepare_state(metered, described, site, journal)
-            daemon = Daemon(site, identity, state, journal, metered, _computing_in(pool), events)
+            link = TrainerLink(site.state)
+            daemon = Daemon(site, identity, state, metered, _computing_in(pool), events, link)
             await _live(daemon, client, site, described, missing)
             events.write(
                 "ended",

@@ -7,8 +7,6 @@ rules empties the box, since everything in it is said again after the next regis
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-
 import structlog
 
 from node.coordinator_client import CoordinatorClient
@@ -19,10 +17,8 @@ log = structlog.get_logger()
 
 
 class Outbox:
-    """`on_stale` is called when another term rules: register again."""
-
-    def __init__(self, client: CoordinatorClient, on_stale: Callable[[], None]) -> None:
-        self._client, self._on_stale = client, on_stale
+    def __init__(self, client: CoordinatorClient) -> None:
+        self._client = client
         self._waiting: dict[str, pb.PostRequest] = {}
         self._filled = asyncio.Event()
         self._idle = asyncio.Event()
@@ -32,9 +28,6 @@ class Outbox:
         self._waiting[key] = request
         self._filled.set()
         self._idle.clear()
-
-    def clear(self) -> None:
-        self._waiting.clear()
 
     async def run(self) -> None:
         while True:
@@ -53,7 +46,6 @@ class Outbox:
             rejected = await self._client.post(request)
         except StaleTerm:
             self._waiting.clear()
-            self._on_stale()
             return
         if rejected:
             log.info("not_taken", post=key, reason=rejected)

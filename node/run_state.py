@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import structlog
-from outer_optimizer.codec import codec_for
-from outer_optimizer.optimizer import transform_for
-from outer_optimizer.schedule import Phase, phase_at
-from outer_optimizer.transform import Hyper
 
 from node.journal import Journal
 from node.replica import Replica
 from node.site import Site
 from node.update_log import UpdateLog, reduced_root_of
+from outer_optimizer.codec import codec_for
+from outer_optimizer.optimizer import transform_for
+from outer_optimizer.schedule import Phase, phase_at
+from outer_optimizer.transform import Hyper
 from protocol.chain import Chain
 from protocol.errors import InvariantBroken
 from protocol.layout import Layout, build_layout
@@ -33,7 +33,7 @@ class RunState:
     def __init__(
         self, site: Site, spec: RunSpec, start: Start, owner: IslandId, journal: Journal
     ) -> None:
-        self._site, self.spec, self.start, self._journal = site, spec, start, journal
+        self._site, self.spec, self.start, self.journal = site, spec, start, journal
         self.layout: Layout = build_layout(
             start.layout, spec.outer.fragments, spec.sync.cell_values, spec.sync.expected_islands
         )
@@ -101,7 +101,7 @@ class RunState:
         record = self.chain.append(closed)
         if self.chain.head_slot == head:
             return None
-        self._journal.append(record.slot, closed)
+        self.journal.append(record.slot, closed)
         return record
 
     def record(self, slot: int) -> Record:
@@ -122,7 +122,7 @@ class RunState:
 
         Returns commits that could not be replayed here: their cells must be fetched, in order.
         """
-        records = [self.chain.append(closed) for closed in self._journal.records()]
+        records = [self.chain.append(closed) for closed in self.journal.records()]
         self.replica.restore(self._site.snapshot)
         missing: list[Record] = []
         for record in records:

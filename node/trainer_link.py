@@ -25,11 +25,11 @@ _MAX_DESCRIPTORS_PER_CALL = 200
 _READ_BYTES = 1 << 16
 
 
-class TrainerLink:
-    """`on_message(None)` says that the trainer has gone."""
+OnMessage = Callable[[Message | None], None]
 
-    def __init__(self, state: Path, on_message: Callable[[Message | None], None]) -> None:
-        self._on_message = on_message
+
+class TrainerLink:
+    def __init__(self, state: Path) -> None:
         self._temporary: str | None = None
         self.path = str(state / "trainer.sock")
         if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
@@ -42,29 +42,29 @@ class TrainerLink:
         self._listener.listen(4)
         self._connection: socket.socket | None = None
 
-    async def run(self) -> None:
-        """Serves one trainer after the other, until cancelled."""
+    async def run(self, on_message: OnMessage) -> None:
+        """Serves one trainer after the other, until cancelled; None says that one has gone."""
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
             self._connection = connection
             try:
-                await self._read(connection)
+                await self._read(connection, on_message)
             except (OSError, ValueError) as error:
                 log.error("trainer_link", reason=str(error))
             finally:
                 self._connection = None
                 connection.close()
-                self._on_message(None)
+                on_message(None)
 
-    async def _read(self, connection: socket.socket) -> None:
+    async def _read(self, connection: socket.socket, on_message: OnMessage) -> None:
         loop, rest = asyncio.get_running_loop(), b""
         while data := await loop.sock_recv(connection, _READ_BYTES):
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > MAX_LINE_BYTES:
                 raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
             for line in lines:
-                self._on_message(decode(line))
+                on_message(decode(line))
 
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """To the present trainer; without one the message is dropped: the next one says Hello."""

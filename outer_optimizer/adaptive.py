@@ -1,12 +1,14 @@
-"""FedAdam and FedYogi: Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2.
+"""FedAdam and FedYogi: Reddi et al. 2021, "Adaptive Federated Optimization" (arXiv 2003.00295), algorithm 2.
 
     m = beta1 m + (1 - beta1) g
     adam:  v = beta2 v + (1 - beta2) g^2
     yogi:  v = v - (1 - beta2) g^2 sign(v - g^2)
     anchor - lr m / (sqrt(v) + epsilon)
 
-No bias correction, as in the paper, so the state needs no step count. v starts at 0, below the paper's
-epsilon^2: the first step is then bounded by lr (1 - beta1) / sqrt(1 - beta2), about lr at the defaults.
+No bias correction, as in the paper, so the state needs no step count. v starts at epsilon^2, the paper's
+lower bound. The stored array starts as zeros and a zero is read as epsilon^2, because epsilon is a setting
+of the run and no part of the state. Later v is zero only where it underflowed or where beta2 = 0; reading
+that as epsilon^2 adds to the denominator at most the epsilon that is in it anyway.
 """
 
 from __future__ import annotations
@@ -15,14 +17,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State, Update
+from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State, Update, zeros
 
 _ONE = np.float32(1.0)
 
-
-def _zeros(state: State) -> None:
-    for array in state:
-        array.fill(0.0)
+SecondMoment = Callable[[FloatArray, FloatArray, np.float32, FloatArray], None]
+"""second(v, g^2, beta2, new_v)."""
 
 
 def _adam_second(v: FloatArray, squared: FloatArray, beta2: np.float32, new_v: FloatArray) -> None:
@@ -37,9 +37,7 @@ def _yogi_second(v: FloatArray, squared: FloatArray, beta2: np.float32, new_v: F
     np.subtract(v, new_v, out=new_v)
 
 
-def _update_with(
-    second: Callable[[FloatArray, FloatArray, np.float32, FloatArray], None],
-) -> Update:
+def _update_with(second: SecondMoment) -> Update:
     def update(
         anchor: FloatArray,
         gradient: FloatArray,
@@ -48,13 +46,14 @@ def _update_with(
         new_anchor: FloatArray,
         new_state: State,
     ) -> None:
-        beta1 = np.float32(hyper.beta1)
+        beta1, epsilon = np.float32(hyper.beta1), np.float32(hyper.epsilon)
         (m, v), (new_m, new_v) = state, new_state
         np.multiply(m, beta1, out=new_m)
         np.add(new_m, gradient * (_ONE - beta1), out=new_m)
-        second(v, gradient * gradient, np.float32(hyper.beta2), new_v)
+        begun = np.where(v == 0, epsilon * epsilon, v)
+        second(begun, gradient * gradient, np.float32(hyper.beta2), new_v)
         np.sqrt(new_v, out=new_anchor)
-        np.add(new_anchor, np.float32(hyper.epsilon), out=new_anchor)
+        np.add(new_anchor, epsilon, out=new_anchor)
         np.divide(new_m, new_anchor, out=new_anchor)
         np.multiply(new_anchor, np.float32(hyper.lr), out=new_anchor)
         np.subtract(anchor, new_anchor, out=new_anchor)
@@ -62,5 +61,5 @@ def _update_with(
     return update
 
 
-adam = OuterTransform("adam", ("first", "second"), _zeros, _update_with(_adam_second))
-yogi = OuterTransform("yogi", ("first", "second"), _zeros, _update_with(_yogi_second))
+adam = OuterTransform("adam", ("first", "second"), zeros, _update_with(_adam_second))
+yogi = OuterTransform("yogi", ("first", "second"), zeros, _update_with(_yogi_second))

@@ -1,8 +1,11 @@
 """How a cell travels. A codec is pure: values -> bytes -> values, the size known beforehand.
 
-A cell is a run of *segments*, pieces of different tensors; blocks restart at each, so no scale is shared
-by two tensors. Both directions of a round use the same codec, and everybody, the owner of a part too,
-goes on with the decoded bytes.
+A cell is a run of segments, pieces of different tensors; blocks restart at each, so no scale is shared by
+two tensors. Both directions of a round use the same codec, and everybody, the owner of a part too, goes on
+with the decoded bytes.
+
+Invariants: `encode` gives the same bytes on every CPU and `decode` the same values; what was decoded once
+survives encoding again, bit for bit (a zero may lose its sign in int8).
 """
 
 from __future__ import annotations
@@ -12,9 +15,8 @@ from typing import Protocol
 from outer_optimizer.codec_bf16 import Bf16
 from outer_optimizer.codec_fp32 import Fp32
 from outer_optimizer.codec_int8 import Int8
+from outer_optimizer.encoding import Segments
 from outer_optimizer.transform import FloatArray
-
-Segments = tuple[int, ...]
 
 
 class Codec(Protocol):
@@ -24,16 +26,24 @@ class Codec(Protocol):
         """Exact size of an encoded cell."""
 
     def encode(self, values: FloatArray, segments: Segments) -> bytes:
-        """Raises NonFinite."""
+        """`values` (sum(segments),) as bytes. Raises NonFinite."""
 
     def decode(self, data: bytes | memoryview, segments: Segments, out: FloatArray) -> None:
-        """Raises BadEncoding on a wrong length or impossible content, before `out` is touched."""
+        """Fills `out` (sum(segments),), always with finite values.
+
+        Raises BadEncoding on a wrong length, before anything is allocated, and on content that no `encode`
+        makes, before `out` is touched.
+        """
 
 
 def codec_for(name: str) -> Codec:
     """Raises ValueError on an unknown name."""
-    codecs: tuple[Codec, ...] = (Fp32(), Bf16(), Int8())
-    for codec in codecs:
-        if codec.name == name:
-            return codec
-    raise ValueError(f"unknown codec {name!r}: fp32, bf16 or int8")
+    match name:
+        case "fp32":
+            return Fp32()
+        case "bf16":
+            return Bf16()
+        case "int8":
+            return Int8()
+        case _:
+            raise ValueError(f"unknown codec {name!r}: fp32, bf16 or int8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outer_optimizer.encoding import BadEncoding, require_length
+from outer_optimizer.encoding import BadEncoding, Segments, require_length
 from outer_optimizer.finite import require_finite
 from outer_optimizer.transform import FloatArray
 
@@ -14,14 +14,14 @@ _WIRE = np.dtype("<f4")
 class Fp32:
     name = "fp32"
 
-    def encoded_bytes(self, segments: tuple[int, ...]) -> int:
+    def encoded_bytes(self, segments: Segments) -> int:
         return _WIRE.itemsize * sum(segments)
 
-    def encode(self, values: FloatArray, segments: tuple[int, ...]) -> bytes:
+    def encode(self, values: FloatArray, segments: Segments) -> bytes:
         require_finite(values, "a cell")
         return values.astype(_WIRE, copy=False).tobytes()
 
-    def decode(self, data: bytes | memoryview, segments: tuple[int, ...], out: FloatArray) -> None:
+    def decode(self, data: bytes | memoryview, segments: Segments, out: FloatArray) -> None:
         require_length(data, self.encoded_bytes(segments))
         values = np.frombuffer(data, _WIRE)
         if not np.isfinite(values).all():

@@ -1,4 +1,4 @@
-"""BLAKE3 digests of agreed state: 32 bytes that are equal exactly when all values are, bit for bit."""
+"""BLAKE3 digests, 32 bytes: equal exactly when what they digest is, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from outer_optimizer.transform import FloatArray
 _WIRE = np.dtype("<f4")
 
 
+def encoded_digest(data: bytes | memoryview) -> bytes:
+    """BLAKE3 of an encoded cell."""
+    return blake3(data).digest()
+
+
 def state_digest(anchor_cell: FloatArray, state_cells: Sequence[FloatArray]) -> bytes:
-    """BLAKE3(anchor cell ‖ outer-state cells), little-endian fp32."""
+    """BLAKE3(anchor cell ‖ outer-state cells), little-endian fp32, states in the order of their names."""
     hasher = blake3()
     for cell in (anchor_cell, *state_cells):
-        hasher.update(np.ascontiguousarray(cell, _WIRE).view(np.uint8))
+        hasher.update(np.ascontiguousarray(cell, _WIRE).view(np.uint8).data)
     return hasher.digest()

@@ -9,7 +9,18 @@ from outer_optimizer.transform import OuterTransform
 
 def transform_for(name: str) -> OuterTransform:
     """Raises ValueError on an unknown name."""
-    for transform in (nesterov, sgd, average, adam, yogi):
-        if transform.name == name:
-            return transform
-    raise ValueError(f"unknown outer optimizer {name!r}: nesterov, sgd, average, adam or yogi")
+    match name:
+        case "nesterov":
+            return nesterov
+        case "sgd":
+            return sgd
+        case "average":
+            return average
+        case "adam":
+            return adam
+        case "yogi":
+            return yogi
+        case _:
+            raise ValueError(
+                f"unknown outer optimizer {name!r}: nesterov, sgd, average, adam or yogi"
+            )

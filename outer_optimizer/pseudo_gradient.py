@@ -1,4 +1,7 @@
-"""The pseudo-gradient: anchor minus local parameters, a descent direction that goes straight into SGD."""
+"""The pseudo-gradient: anchor minus local parameters, a descent direction that goes straight into SGD.
+
+Sign: subtracting it from the anchor, lr 1 and no momentum, gives the local parameters back.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,12 @@ from outer_optimizer.transform import FloatArray
 
 
 def pseudo_gradient(anchor: FloatArray, local: FloatArray, out: FloatArray) -> None:
-    """out = anchor - local. Raises NonFinite if any difference is not finite."""
-    np.subtract(anchor, local, out=out)
+    """out = anchor - local, in fp32: the difference of near-equal numbers.
+
+    Shapes: all (values,). Raises NonFinite if any difference is not finite; `out` then holds it.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.subtract(anchor, local, out=out)
     require_finite(out, "the pseudo-gradient")
 
 

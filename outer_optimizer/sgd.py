@@ -1,28 +1,20 @@
 """Plain averaging, SGD, and Nesterov momentum as DiLoCo uses it.
 
-With g = weighted mean of (anchor - local):
+With g the weighted mean of the pseudo-gradients (anchor - local):
     average    anchor - g                                   the weighted mean of the local parameters
-    sgd        anchor - lr g                                FedAvg for lr = 1
+    sgd        anchor - lr g                                FedAvg (arXiv 1602.05629) for lr = 1
     nesterov   b = mu b + g;  anchor - lr (g + mu b)        DiLoCo (arXiv 2311.08105), PyTorch's form
 
-Nesterov is not heavy ball: the step looks ahead by g + mu b, with b already updated. Its effective gain is
-about lr / (1 - mu), 7 for the paper's 0.7 / 0.9: stable only because g is an average of small deltas.
+Nesterov is not heavy ball (anchor - lr b): its step looks ahead by mu b, with b already updated. In the
+long run a constant g moves the anchor by lr / (1 - mu) g per round, 7 g for the paper's 0.7 and 0.9: stable
+only because g is an average of small, shrinking deltas.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State
-
-
-def _no_state(state: State) -> None:
-    del state
-
-
-def _zeros(state: State) -> None:
-    for array in state:
-        array.fill(0.0)
+from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State, zeros
 
 
 def _average(
@@ -68,6 +60,6 @@ def _nesterov(
     np.subtract(anchor, new_anchor, out=new_anchor)
 
 
-average = OuterTransform("average", (), _no_state, _average)
-sgd = OuterTransform("sgd", (), _no_state, _sgd)
-nesterov = OuterTransform("nesterov", ("momentum",), _zeros, _nesterov)
+average = OuterTransform("average", (), zeros, _average)
+sgd = OuterTransform("sgd", (), zeros, _sgd)
+nesterov = OuterTransform("nesterov", ("momentum",), zeros, _nesterov)

@@ -1,10 +1,11 @@
 """An outer optimizer is a pair of pure functions, (init, update), over flat fp32 arrays.
 
-`update` reads the old anchor and state and writes the new ones into buffers of the caller's; it never
-modifies its inputs. It is elementwise, so it may be called cell by cell and gives the same bits.
+`update` reads the old anchor and state and writes the new ones into buffers of the caller's, so a round
+that fails leaves nothing half-applied. It is elementwise: called cell by cell it gives the same bits, and
+its temporaries are never larger than the cell it is given.
 
-Invariant: every operation is separately rounded. No fused multiply-add, no function whose bits depend on
-the CPU (exp, log, dot products, sums): only +, -, *, /, sqrt, abs and comparisons of IEEE fp32.
+Invariant: every operation is rounded by itself. No fused multiply-add and nothing whose bits depend on the
+CPU (exp, log, dot products, sums): only + - * / sqrt sign and comparisons of IEEE fp32, in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ State = tuple[FloatArray, ...]
 
 
 class Hyper(NamedTuple):
-    """Settings of one round; each is rounded to fp32 once, where it is used."""
+    """Settings of one round. Each transform uses those it needs, rounded to fp32 once."""
 
     lr: float
     momentum: float = 0.0
@@ -30,13 +31,26 @@ class Hyper(NamedTuple):
 
 
 Update = Callable[[FloatArray, FloatArray, State, Hyper, FloatArray, State], None]
-"""update(anchor, gradient, state, hyper, new_anchor, new_state); all arrays of one length."""
+"""update(anchor, gradient, state, hyper, new_anchor, new_state).
+
+Shapes: all arrays (values,). The new ones are overwritten and overlap none of the old, which stay as they
+are. Nothing is checked: whoever keeps the result asks `require_finite`.
+"""
 
 
 class OuterTransform(NamedTuple):
-    """`state_names`: fp32 arrays of the anchor's size that are kept from round to round."""
+    """`state_names`: the fp32 arrays of the anchor's size that are kept from round to round.
+
+    `init` fills them for round 0; `update` is one round.
+    """
 
     name: str
     state_names: tuple[str, ...]
     init: Callable[[State], None]
     update: Update
+
+
+def zeros(state: State) -> None:
+    """The start of every state here."""
+    for array in state:
+        array.fill(0.0)

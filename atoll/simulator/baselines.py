@@ -80,6 +80,8 @@ async def _train(job: _Job, settings: Path, run: RunDirectory) -> dict[str, Any]
             await process.wait()
     if process.returncode:
         last = (said.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise RunFailed(f"{job.arm} with lr {job.lr:g} ended with code {process.returncode}: {last}")
+        raise RunFailed(
+            f"{job.arm} with lr {job.lr:g} ended with code {process.returncode}: {last}"
+        )
     result: dict[str, Any] = json.loads(out.read_bytes())
     return result

@@ -17,9 +17,7 @@ from protocol.grpc_transport import GrpcTransport
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     link = Link.model_validate(settings.pop("link"))
-    site = Site(
-        **{**settings, "state": Path(settings["state"]), "cache": Path(settings["cache"])}
-    )
+    site = Site(**{**settings, "state": Path(settings["state"]), "cache": Path(settings["cache"])})
 
     async def live() -> None:
         await join(site, ShapedTransport(GrpcTransport(), link))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -90,6 +89,6 @@ def _plain(status: pb.StatusReply) -> str:
     """One line for logs and pipes."""
     losses = [i.progress.loss for i in status.islands if i.progress.has_loss]
     loss = f", loss {min(losses):.3f}" if losses else ""
-    return f"{_headline(status)}: {status.committed_tokens:,} of {status.target_tokens:,} tokens{loss}"
-
-
+    return (
+        f"{_headline(status)}: {status.committed_tokens:,} of {status.target_tokens:,} tokens{loss}"
+    )

@@ -65,9 +65,7 @@ def make_report(
             "final": curve[-1][1] if curve else None,
             "curve": curve,
         },
-        "baselines": {
-            arm: (baselines or {}).get(arm) for arm in ("data_parallel", "solo")
-        },
+        "baselines": {arm: (baselines or {}).get(arm) for arm in ("data_parallel", "solo")},
         "traffic": {
             "outer_bytes": outer_bytes,
             "data_parallel_bytes": data_parallel_bytes,

@@ -79,7 +79,9 @@ def _loss(report: dict[str, Any]) -> go.Figure:
 
 def _time(report: dict[str, Any]) -> go.Figure:
     names = [row["name"] for row in report["islands"]]
-    figure = go.Figure(layout={"title": "Where the time went", "barmode": "stack", "yaxis_title": "s"})
+    figure = go.Figure(
+        layout={"title": "Where the time went", "barmode": "stack", "yaxis_title": "s"}
+    )
     for key, label in (("compute_s", "computing"), ("wait_s", "waiting for the round")):
         figure.add_bar(x=names, y=[row[key] for row in report["islands"]], name=label)
     return figure

@@ -1,12 +1,12 @@
 """A scenario: a run, its islands, and what their links to the world are like. One TOML file.
 
-    run = "run.toml"            # relative to this file
-    [link]                      # of every island, unless it says otherwise
-    up_bps = 50e6
-    down_bps = 100e6
-    delay_s = 0.02              # one way, between the island and the middle of the network
-    [[islands]]
-    name = "amsterdam"
+run = "run.toml"            # relative to this file
+[link]                      # of every island, unless it says otherwise
+up_bps = 50e6
+down_bps = 100e6
+delay_s = 0.02              # one way, between the island and the middle of the network
+[[islands]]
+name = "amsterdam"
 """
 
 from __future__ import annotations

@@ -104,7 +104,9 @@ class _ShapedStream:
     def __init__(self, inner: Stream, up: _Line, down: _Line) -> None:
         self._inner, self._up, self._down = inner, up, down
         self._leaving: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT_MESSAGES)
-        self._arriving: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue(_IN_FLIGHT_MESSAGES)
+        self._arriving: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue(
+            _IN_FLIGHT_MESSAGES
+        )
         self._broken: AtollError | None = None
         self._tasks = [asyncio.create_task(self._send_on()), asyncio.create_task(self._take_in())]
 

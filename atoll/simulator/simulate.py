@@ -93,4 +93,3 @@ def _write(report: dict[str, Any], outputs: Outputs) -> None:
         write_atomically(outputs.json, json.dumps(report, indent=1).encode())
     if outputs.html is not None:
         write_page(outputs.html, report)
-

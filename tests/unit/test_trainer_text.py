@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.text import TextError, expand, load_tokens, train_bpe
+from protocol.errors import ConfigError
+from protocol.spec import Data
+
+
+def load(tmp_path: Path, *text: str) -> np.ndarray:
+    return load_tokens(Data(text=text), 256, None, tmp_path / "cache")
+
+
+def cached(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache").iterdir())
+
+
+def test_files_are_sorted_read_once_and_separated(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"bb")
+    (tmp_path / "a.txt").write_bytes(b"a\xff")
+    tokens = load(tmp_path, f"{tmp_path}/b.txt", f"{tmp_path}/*.txt")
+    assert tokens.tobytes() == np.array([97, 255, 10, 98, 98, 10], np.uint16).tobytes()
+
+
+def test_globs_reach_any_depth_and_an_entry_with_a_mark_takes_out(tmp_path: Path) -> None:
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    for name in ("x/1.py", "x/y/2.py", "x/y/.3.py"):
+        (tmp_path / name).touch()
+    found = expand([f"{tmp_path}/**/*.py", f"!{tmp_path}/**/2.py"])
+    assert found == [f"{tmp_path}/x/1.py", f"{tmp_path}/x/y/.3.py"]
+
+
+def test_stdlib_is_the_librarys_folder() -> None:
+    assert expand(["{stdlib}/this.py"]) == [os.path.join(sysconfig.get_path("stdlib"), "this.py")]
+
+
+@pytest.mark.parametrize("entry", ["nothing/*.txt", "nothing.txt", "."])
+def test_an_entry_without_a_file_is_an_error_that_names_key_and_entry(
+    tmp_path: Path, entry: str
+) -> None:
+    with pytest.raises(TextError, match=r"^data\.text: '.*' matches no file") as caught:
+        load(tmp_path, f"{tmp_path}/{entry}")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_everything_taken_out_and_empty_text_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(TextError, match=r"^data\.text: no file is left"):
+        load(tmp_path, f"{tmp_path}/a.txt", f"!{tmp_path}/*.txt")
+    with pytest.raises(TextError, match=r"^data\.text: its 1 files are empty"):
+        load(tmp_path, f"{tmp_path}/a.txt")
+    assert cached(tmp_path) == []
+
+
+def test_an_unreadable_file_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(TextError, match=r"^data\.text: .*a\.txt cannot be read: Permission"):
+        load(tmp_path, f"{tmp_path}/a.txt")
+
+
+def test_the_cache_is_built_once_and_again_when_a_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a")
+    load(tmp_path, str(path))
+    (file,) = cached(tmp_path)
+    before = file.stat().st_mtime_ns
+    load(tmp_path, str(path))
+    assert file.stat().st_mtime_ns == before
+    os.utime(path, ns=(0, 0))
+    load(tmp_path, str(path))
+    assert len(cached(tmp_path)) == 2
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from node.text import load_tokens
+from protocol.spec import Data
+print(load_tokens(Data(text=(sys.argv[1],)), 256, None, Path(sys.argv[2])).sum())
+"""
+
+
+def test_processes_that_start_together_build_one_cache(tmp_path: Path) -> None:
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_bytes(b"\1" * 1_000_000)
+    command = [sys.executable, "-P", "-c", BUILD, str(text), str(cache)]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+    assert {int(builder.communicate()[0]) for builder in builders} == {1_000_010}
+    assert [path.stat().st_size for path in cache.iterdir()] == [2 * 1_000_001]
+
+
+def test_bpe_shortens_the_text_and_its_vocabulary_must_fit(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "bpe.json"
+    text.write_bytes(b"the cat and the dog and the bird\n" * 50)
+    train_bpe([str(text)], 300, out)
+    data = Data(text=(str(text),), tokenizer="bpe")
+    tokens = load_tokens(data, 300, str(out), tmp_path / "cache")
+    assert 0 < len(tokens) < text.stat().st_size // 3
+    assert tokens.max() < 300
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 256 is below"):
+        load_tokens(data, 256, str(out), tmp_path / "cache")
+
+
+def test_without_the_library_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'atoll\[bpe\]'"):
+        train_bpe([], 300, tmp_path / "bpe.json")
