@@ -250,7 +250,8 @@ def main() -> None:
     parser.add_argument(
         "--split", type=int, default=0, help="which twentieth of the text is held out"
     )
-    parser.add_argument("--steps", type=int, default=SPEC.target_tokens // STEP_TOKENS, help="inner steps per island")
+    steps = SPEC.target_tokens // STEP_TOKENS
+    parser.add_argument("--steps", type=int, default=steps, help="inner steps per island")
     parser.add_argument("--arms", default="", help="regular expression on the arms' names")
     parser.add_argument("--jobs", type=int, default=2, help="arms at a time, one thread each")
     parser.add_argument("--json", type=Path, required=True, help="results, kept after each arm")

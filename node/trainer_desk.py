@@ -151,6 +151,9 @@ class TrainerDesk:
         await self._compute(np.copyto, self._buffers[number][state.slot].values, anchor)
         last = chain.committed_tokens >= self._state.spec.target_tokens
         every = self._state.spec.data.eval_every_rounds
+        # Work that missed its round is offered to the next one at once, not after another H steps.
+        carried = ref == "anchor" and self._state.fragment_of(self._next_round) == number
+        steps = self._state.inner_steps(self._next_round)
         self.waiting = None
         if ref == "reset":
             self._note("work_lost", round=record.slot, fragment=number)
@@ -162,8 +165,8 @@ class TrainerDesk:
                 round=record.slot,
                 ref=ref,
                 anchor_slot=state.slot,
-                next_edge_step=boundary.step + self._state.inner_steps(self._next_round),
-                next_fragment=self._state.fragment_of(self._next_round),
+                next_edge_step=boundary.step + (0 if carried else steps),
+                next_fragment=number if carried else self._state.fragment_of(self._next_round),
                 committed_tokens=chain.committed_tokens,
                 islands=len(chain.view),
                 evaluate=self._evaluator and (last or record.slot % every == 0),
