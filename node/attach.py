@@ -122,7 +122,7 @@ class Island:
 
     def _boundary(self, edge: Edge, loss: Tensor | float | None) -> Boundary:
         self._boundaries += 1
-        value = math.nan if loss is None else float(loss)
+        value = loss.item() if isinstance(loss, Tensor) else math.nan if loss is None else loss
         return Boundary(
             sequence=self._boundaries,
             incarnation=edge.incarnation,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
 from outer_optimizer.codec import Codec
 from outer_optimizer.pseudo_gradient import pseudo_gradient, squared_norm
 from outer_optimizer.transform import FloatArray
-
 from protocol.layout import Fragment
 from protocol.merkle import DIGEST_BYTES, digest, leaf, root
 from protocol.messages import Digest

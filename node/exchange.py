@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import structlog
-from outer_optimizer.aggregate import add_weighted
-from outer_optimizer.codec import Codec
-from outer_optimizer.pseudo_gradient import squared_norm
 
 from node.contribution import LEAF_BYTES, Contribution, split_leaf
 from node.peer_links import Link, PeerLinks
+from outer_optimizer.aggregate import add_weighted
+from outer_optimizer.codec import Codec
+from outer_optimizer.pseudo_gradient import squared_norm
 from protocol.errors import BadFrame, InvariantBroken, TransportError
 from protocol.frames import Frame, FrameKind, encode_frame
 from protocol.identity import Identity, short, verified

@@ -7,6 +7,7 @@ rules empties the box, since everything in it is said again after the next regis
 from __future__ import annotations
 
 import asyncio
+
 import structlog
 
 from node.coordinator_client import CoordinatorClient

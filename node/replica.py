@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import safetensors
+from safetensors.numpy import save
+
 from outer_optimizer.codec import Codec
 from outer_optimizer.digest import state_digest
 from outer_optimizer.finite import require_finite
 from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State
-from safetensors.numpy import save
-
 from protocol.errors import InvariantBroken
 from protocol.layout import Cell, Fragment, Layout
 from protocol.merkle import leaf, root

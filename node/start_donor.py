@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import safetensors
 import structlog
-from outer_optimizer.transform import FloatArray
 
 from node.exchange import chunks, cut_cells
 from node.replica import Replica, tensors_of
+from outer_optimizer.transform import FloatArray
 from protocol import atoll_peer_pb2 as pb
 from protocol.errors import BadFrame, PeerUnreachable, RunMismatch, StreamClosed, TransportError
 from protocol.frames import FrameKind, decode_frame, encode_frame

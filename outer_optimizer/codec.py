@@ -4,8 +4,8 @@ A cell is a run of segments, pieces of different tensors; blocks restart at each
 two tensors. Both directions of a round use the same codec, and everybody, the owner of a part too, goes on
 with the decoded bytes.
 
-Invariants: `encode` gives the same bytes on every CPU and `decode` the same values; what was decoded once
-survives encoding again, bit for bit (a zero may lose its sign in int8).
+Invariants: `encode` gives the same bytes on every CPU and `decode` the same values; there and back twice
+is the same as once, bit for bit.
 """
 
 from __future__ import annotations

@@ -31,9 +31,11 @@ class Bf16:
         require_finite(values, "a cell")
         bits = values.view(np.uint32)
         odd = (bits >> _DROPPED_BITS) & _ONE
-        upper = ((bits + _BELOW_HALF + odd) >> _DROPPED_BITS).astype(np.uint16)
-        saturated = np.minimum(upper & _MAGNITUDE, _LARGEST) | (upper & _SIGN)
-        return saturated.astype(_WIRE, copy=False).tobytes()
+        upper = ((bits + _BELOW_HALF + odd) >> _DROPPED_BITS).astype(_WIRE)
+        sign = upper & _SIGN
+        np.minimum(upper & _MAGNITUDE, _LARGEST, out=upper)
+        np.bitwise_or(upper, sign, out=upper)
+        return upper.tobytes()
 
     def decode(self, data: bytes | memoryview, segments: Segments, out: FloatArray) -> None:
         require_length(data, self.encoded_bytes(segments))

@@ -23,7 +23,17 @@ from coordinator.coordinator import Coordinator, layout_of
 from coordinator.service import Service
 from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
-from node.edge_messages import Apply, Boundary, Evaluation, GoOn, Hello, Message, Refused, Stop, Welcome
+from node.edge_messages import (
+    Apply,
+    Boundary,
+    Evaluation,
+    GoOn,
+    Hello,
+    Message,
+    Refused,
+    Stop,
+    Welcome,
+)
 from node.events import Events
 from node.joining import describe, prepare_state
 from node.journal import Journal
@@ -151,7 +161,9 @@ class StandInTrainer:
             return
         assert isinstance(welcome, Welcome)
         slots = list(welcome.anchor_slot)
-        self.local = [three[1 + slot].values.copy() for three, slot in zip(self._buffers, slots, strict=True)]
+        self.local = [
+            three[1 + slot].values.copy() for three, slot in zip(self._buffers, slots, strict=True)
+        ]
         if welcome.evaluate:
             on_message(Evaluation(welcome.round, self._loss()))
         step, edge, fragment = welcome.first_step, welcome.next_edge_step, welcome.next_fragment
@@ -198,7 +210,9 @@ class StandInTrainer:
 class IslandUnderTest:
     """A daemon that can be started, crashed and started again on the same disk."""
 
-    def __init__(self, cluster: ClusterUnderTest, name: str, link: Link, pull: float, step_s: float) -> None:
+    def __init__(
+        self, cluster: ClusterUnderTest, name: str, link: Link, pull: float, step_s: float
+    ) -> None:
         self.cluster, self.name, self.link = cluster, name, link
         self.trainer = StandInTrainer(pull, step_s)
         self.site = Site(
@@ -224,7 +238,9 @@ class IslandUnderTest:
             client = await CoordinatorClient.connect(transport, self.site.coordinator, identity)
             described = await describe(client, self.site, journal)
             state, missing = await prepare_state(transport, described, self.site, journal)
-            self.daemon = Daemon(self.site, identity, state, transport, inline, events, self.trainer)
+            self.daemon = Daemon(
+                self.site, identity, state, transport, inline, events, self.trainer
+            )
             running = asyncio.create_task(self.daemon.run(client, missing))
             try:
                 await first_of(running, self.daemon.opened.wait(), self.daemon.finished.wait())

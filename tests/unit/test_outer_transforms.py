@@ -1,195 +1,160 @@
-"""Outer optimizers: hand-computed steps, the usual sign and momentum mistakes, cells equal the whole."""
+"""Each outer optimizer is its paper's rule, to the bit where the arithmetic is exact."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from outer_optimizer.optimizer import transform_for
-from outer_optimizer.transform import FloatArray, Hyper, State
+from outer_optimizer.transform import FloatArray, Hyper, OuterTransform, State
 
-NAMES = ("nesterov", "sgd", "average", "adam", "yogi")
-f32 = np.float32
-
-
-def array(*values: float) -> FloatArray:
-    return np.array(values, f32)
+NAMES = ("average", "sgd", "nesterov", "adam", "yogi")
 
 
-def run(
-    name: str, hyper: Hyper, anchor: FloatArray, gradients: list[FloatArray]
-) -> tuple[list[FloatArray], State]:
-    """The anchors after each step and the last state."""
-    transform = transform_for(name)
-    state: State = tuple(np.full_like(anchor, np.nan) for _ in transform.state_names)
+def start(transform: OuterTransform, values: int) -> State:
+    state = tuple(np.full(values, np.nan, np.float32) for _ in transform.state_names)
     transform.init(state)
-    anchors = []
+    return state
+
+
+def step(
+    transform: OuterTransform, anchor: FloatArray, gradient: FloatArray, state: State, hyper: Hyper
+) -> tuple[FloatArray, State]:
+    new_anchor = np.full_like(anchor, np.nan)
+    new_state = tuple(np.full_like(array, np.nan) for array in state)
+    transform.update(anchor, gradient, state, hyper, new_anchor, new_state)
+    return new_anchor, new_state
+
+
+def follow(name: str, hyper: Hyper, gradients: list[float]) -> list[list[float]]:
+    """[anchor, *state] after each round, from anchor 1."""
+    transform = transform_for(name)
+    anchor, state, path = np.ones(1, np.float32), start(transform, 1), []
     for gradient in gradients:
-        new_anchor = np.full_like(anchor, np.nan)
-        new_state: State = tuple(np.full_like(anchor, np.nan) for _ in state)
-        transform.update(anchor, gradient, state, hyper, new_anchor, new_state)
-        anchor, state = new_anchor, new_state
-        anchors.append(anchor)
-    return anchors, state
+        anchor, state = step(transform, anchor, np.array([gradient], np.float32), state, hyper)
+        path.append([float(array[0]) for array in (anchor, *state)])
+    return path
 
 
-def equal_bits(a: FloatArray, b: FloatArray) -> bool:
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def wave(values: int, factor: int) -> FloatArray:
+    """Values in [-1, 1) that differ, some negative, some equal to 0."""
+    return (np.arange(values, dtype=np.int64) * factor % 2048 - 1024).astype(
+        np.float32
+    ) / np.float32(1024)
 
 
-def test_average_subtracts_the_gradient() -> None:
-    anchors, state = run("average", Hyper(lr=0.5), array(10, -1), [array(4, 0.5), array(2, -2)])
-    assert equal_bits(anchors[0], array(6, -1.5))
-    assert equal_bits(anchors[1], array(4, 0.5))
-    assert state == ()
-
-
-def test_sgd_subtracts_lr_times_the_gradient() -> None:
-    anchors, state = run("sgd", Hyper(lr=0.25), array(10, -1), [array(4, 1), array(2, -2)])
-    assert equal_bits(anchors[0], array(9, -1.25))
-    assert equal_bits(anchors[1], array(8.5, -0.75))
-    assert state == ()
-
-
-def test_nesterov_looks_ahead_with_the_new_buffer() -> None:
-    hyper = Hyper(lr=0.25, momentum=0.5)
-    anchors, (buffer,) = run("nesterov", hyper, array(10, 0), [array(4, -8), array(2, 4)])
-    # b = 4, -8; the step is lr (g + mu b) = 0.25 (4 + 2), 0.25 (-8 - 4)
-    assert equal_bits(anchors[0], array(8.5, 3))
-    # b = 0.5 * 4 + 2, 0.5 * -8 + 4; the step is 0.25 (2 + 2), 0.25 (4 + 0)
-    assert equal_bits(anchors[1], array(7.5, 2))
-    assert equal_bits(buffer, array(4, 0))
-
-
-def test_nesterov_rounds_its_settings_and_every_operation_to_fp32() -> None:
-    anchors, (buffer,) = run(
-        "nesterov", Hyper(lr=0.7, momentum=0.9), array(0.1), [array(0.3), array(-0.2)]
+def rounds_of(name: str, values: int) -> tuple[OuterTransform, FloatArray, FloatArray, State]:
+    """A transform after one round, so that no state is trivial, and the next gradient."""
+    transform = transform_for(name)
+    anchor, state = step(
+        transform, wave(values, 37), wave(values, 101), start(transform, values), Hyper(0.7, 0.9)
     )
-    lr, mu, a, g, h = f32(0.7), f32(0.9), f32(0.1), f32(0.3), f32(-0.2)
-    first = a - (g * mu + g) * lr
-    b = g * mu + h
-    assert equal_bits(anchors[0], array(first))
-    assert equal_bits(anchors[1], array(first - (b * mu + h) * lr))
-    assert equal_bits(buffer, array(b))
+    return transform, anchor, wave(values, 59), state
 
 
-def test_adam_is_algorithm_2_without_bias_correction() -> None:
-    hyper = Hyper(lr=2.0, beta1=0.5, beta2=0.75, epsilon=4.0)
-    anchors, (m, v) = run("adam", hyper, array(10, 1), [array(8, 0), array(1, 0)])
-    # m = 4, v = 16: 10 - 2 * 4 / (4 + 4)
-    assert equal_bits(anchors[0], array(9, 1))
-    # m = 2 + 0.5, v = 12 + 0.25: 9 - 2 * 2.5 / (3.5 + 4)
-    assert equal_bits(anchors[1], array(f32(9) - f32(2) * (f32(2.5) / f32(7.5)), 1))
-    assert equal_bits(m, array(2.5, 0))
-    assert equal_bits(v, array(12.25, 0))
+def test_sgd_steps_down_the_gradient() -> None:
+    # 1 - 0.25*1 = 0.75;  0.75 - 0.25*2 = 0.25
+    assert follow("sgd", Hyper(lr=0.25), [1.0, 2.0]) == [[0.75], [0.25]]
 
 
-def test_yogi_moves_the_second_moment_by_the_sign_of_its_difference() -> None:
-    hyper = Hyper(lr=2.0, beta1=0.5, beta2=0.75, epsilon=4.0)
-    gradients = [array(8), array(6), array(4)]
-    anchors, (m, v) = run("yogi", hyper, array(10), gradients)
-    # m = 4, v = 0 + 0.25 * 64: 10 - 2 * 4 / (4 + 4)
-    assert equal_bits(anchors[0], array(9))
-    # m = 2 + 3, v = 16 + 0.25 * 36, upwards as 16 < 36: 9 - 2 * 5 / (5 + 4)
-    second = f32(9) - f32(2) * (f32(5) / f32(9))
-    assert equal_bits(anchors[1], array(second))
-    # m = 2.5 + 2, v = 25 - 0.25 * 16, downwards as 25 > 16
-    third = second - f32(2) * (f32(4.5) / (np.sqrt(f32(21)) + f32(4)))
-    assert equal_bits(anchors[2], array(third))
-    assert equal_bits(m, array(4.5))
-    assert equal_bits(v, array(21))
+def test_average_ignores_every_setting() -> None:
+    # 1 - 1 = 0;  0 - 2 = -2
+    assert follow("average", Hyper(lr=0.25, momentum=0.5), [1.0, 2.0]) == [[0.0], [-2.0]]
 
 
-@pytest.mark.parametrize("name", ["adam", "yogi"])
-def test_the_first_adaptive_step_is_about_lr_at_most(name: str) -> None:
-    gradient = array(1e-3, 1.0, 1e4, -1e4)
-    (anchor,), _ = run(name, Hyper(lr=0.5), array(0, 0, 0, 0), [gradient])
-    assert np.all(np.abs(anchor) <= 0.5 * (1 + 1e-5))
-    assert np.all(np.sign(anchor) == -np.sign(gradient))
-
-
-@pytest.mark.parametrize("name", ["average", "sgd", "nesterov"])
-def test_one_island_without_momentum_continues_from_its_local_parameters(name: str) -> None:
-    anchor, local = array(1, -2, 0.5), array(1.25, -2.5, 0.5)
-    (new,), _ = run(name, Hyper(lr=1.0, momentum=0.0), anchor, [anchor - local])
-    assert equal_bits(new, local)
+def test_nesterov_looks_ahead_with_the_updated_buffer() -> None:
+    # b = 0.5*0 + 1 = 1;    1 - 0.25*(1 + 0.5*1) = 0.625
+    # b = 0.5*1 + 2 = 2.5;  0.625 - 0.25*(2 + 0.5*2.5) = -0.1875
+    path = follow("nesterov", Hyper(lr=0.25, momentum=0.5), [1.0, 2.0])
+    assert path == [[0.625, 1.0], [-0.1875, 2.5]]
 
 
 def test_nesterov_is_not_heavy_ball() -> None:
-    hyper, gradients = Hyper(lr=0.25, momentum=0.5), [array(4), array(2)]
-    (_, last), _ = run("nesterov", hyper, array(10), gradients)
-    heavy_ball = f32(10) - f32(0.25) * f32(4) - f32(0.25) * f32(0.5 * 4 + 2)
-    assert heavy_ball == 8
-    assert last[0] == 7.5
+    # Heavy ball, anchor - lr*b:  1 - 0.25*1 = 0.75;  0.75 - 0.25*2.5 = 0.125
+    path = follow("nesterov", Hyper(lr=0.25, momentum=0.5), [1.0, 2.0])
+    assert [round_[0] for round_ in path] != [0.75, 0.125]
 
 
-values = hnp.arrays(f32, st.integers(1, 60), elements=st.floats(-1e6, 1e6, width=32))
+def test_nesterov_without_momentum_is_sgd() -> None:
+    gradients = [0.3, -0.7, 0.11]
+    nesterov, sgd = (follow(name, Hyper(lr=0.7), gradients) for name in ("nesterov", "sgd"))
+    assert [round_[0] for round_ in nesterov] == [round_[0] for round_ in sgd]
 
 
-@given(values, st.floats(0, 2))
-def test_nesterov_with_zero_momentum_is_sgd_bit_for_bit(anchor: FloatArray, lr: float) -> None:
-    gradients = [anchor[::-1] + f32(0.0), anchor * f32(0.37) + f32(0.0)]  # -0 becomes 0
-    hyper = Hyper(lr=lr, momentum=0.0)
-    nesterov, _ = run("nesterov", hyper, anchor, gradients)
-    sgd, _ = run("sgd", hyper, anchor, gradients)
-    assert all(equal_bits(a, b) for a, b in zip(nesterov, sgd, strict=True))
+def test_adam_two_steps() -> None:
+    # v = 0.5*0.25 + 0.5*0.25 = 0.25;   m = 0.5*0 + 0.5*0.5 = 0.25;      1 - 2*0.25/(0.5 + 0.5) = 0.5
+    # v = 0.5*0.25 + 0.5*12.25 = 6.25;  m = 0.5*0.25 + 0.5*3.5 = 1.875;  0.5 - 2*1.875/(2.5 + 0.5) = -0.75
+    hyper = Hyper(lr=2.0, beta1=0.5, beta2=0.5, epsilon=0.5)
+    assert follow("adam", hyper, [0.5, 3.5]) == [[0.5, 0.25, 0.25], [-0.75, 1.875, 6.25]]
 
 
-@given(values, st.floats(0, 10), st.floats(0, 0.99))
-def test_average_ignores_lr_and_momentum(anchor: FloatArray, lr: float, momentum: float) -> None:
-    gradient = anchor[::-1].copy()
-    (new,), _ = run("average", Hyper(lr, momentum), anchor, [gradient])
-    assert equal_bits(new, anchor - gradient)
+def test_yogi_two_steps() -> None:
+    # v = 0.25 - 0.5*0.25*0 = 0.25;  m = 0.5*0 + 0.5*0.5 = 0.25;    1 - 2*0.25/(0.5 + 0.5) = 0.5
+    # v = 0.25 + 0.5*4 = 2.25;       m = 0.5*0.25 + 0.5*2 = 1.125;  0.5 - 2*1.125/(1.5 + 0.5) = -0.625
+    hyper = Hyper(lr=2.0, beta1=0.5, beta2=0.5, epsilon=0.5)
+    assert follow("yogi", hyper, [0.5, 2.0]) == [[0.5, 0.25, 0.25], [-0.625, 1.125, 2.25]]
 
 
-def old_values(name: str, anchor: FloatArray) -> tuple[FloatArray, State]:
-    """A gradient and a state as if after some rounds; second moments are not negative."""
-    state = tuple(
-        np.abs(np.roll(anchor, k)) * f32(0.01)
-        for k, _ in enumerate(transform_for(name).state_names)
+def test_yogi_forgets_by_the_size_of_the_gradient_and_adam_by_a_factor() -> None:
+    # From v = 2.25 and g = 0.5:  yogi 2.25 - 0.5*0.25 = 2.125;  adam 0.5*2.25 + 0.5*0.25 = 1.25
+    hyper = Hyper(lr=1.0, beta1=0.5, beta2=0.5, epsilon=0.5)
+    anchor, gradient = np.ones(1, np.float32), np.full(1, 0.5, np.float32)
+    state = (np.zeros(1, np.float32), np.full(1, 2.25, np.float32))
+    assert step(transform_for("yogi"), anchor, gradient, state, hyper)[1][1] == 2.125
+    assert step(transform_for("adam"), anchor, gradient, state, hyper)[1][1] == 1.25
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-3, 0.1])
+def test_the_second_moment_starts_at_epsilon_squared(epsilon: float) -> None:
+    # No gradient: adam keeps 0.5 epsilon^2, yogi all of it.
+    hyper = Hyper(lr=1.0, beta2=0.5, epsilon=epsilon)
+    square = np.float32(epsilon) * np.float32(epsilon)
+    assert follow("adam", hyper, [0.0])[0][2] == square / 2
+    assert follow("yogi", hyper, [0.0])[0][2] == square
+
+
+@pytest.mark.parametrize("name", ["average", "sgd", "nesterov"])
+def test_one_island_without_momentum_and_lr_1_gets_its_own_parameters(name: str) -> None:
+    transform = transform_for(name)
+    anchor, local = wave(1000, 37), wave(1000, 101)  # their differences are exact in fp32
+    gradient = anchor - local
+    new_anchor, _ = step(transform, anchor, gradient, start(transform, 1000), Hyper(lr=1.0))
+    assert new_anchor.tobytes() == local.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cell_by_cell_is_the_whole_bit_for_bit(name: str) -> None:
+    transform, anchor, gradient, state = rounds_of(name, 1000)
+    hyper = Hyper(0.7, 0.9)
+    whole = step(transform, anchor, gradient, state, hyper)
+    cells = [slice(0, 1), slice(1, 514), slice(514, 1000)]
+    parts = [
+        step(transform, anchor[at], gradient[at], tuple(array[at] for array in state), hyper)
+        for at in cells
+    ]
+    assert np.concatenate([part[0] for part in parts]).tobytes() == whole[0].tobytes()
+    for number, array in enumerate(whole[1]):
+        together = np.concatenate([part[1][number] for part in parts])
+        assert together.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_stay_as_they_are(name: str) -> None:
+    transform, anchor, gradient, state = rounds_of(name, 1000)
+    before = [array.tobytes() for array in (anchor, gradient, *state)]
+    for array in (anchor, gradient, *state):
+        array.flags.writeable = False
+    step(transform, anchor, gradient, state, Hyper(0.7, 0.9))
+    assert [array.tobytes() for array in (anchor, gradient, *state)] == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_stays_finite_fp32_without_a_gradient(name: str) -> None:
+    transform, anchor, gradient, state = rounds_of(name, 1000)
+    new_anchor, new_state = step(
+        transform, anchor, np.zeros_like(gradient), state, Hyper(0.7, 0.9, epsilon=1e-30)
     )
-    return anchor[::-1] * f32(0.1), state
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(anchor=values, data=st.data())
-def test_update_cell_by_cell_is_update_of_the_whole(
-    name: str, anchor: FloatArray, data: st.DataObject
-) -> None:
-    update, hyper = transform_for(name).update, Hyper(lr=0.7, momentum=0.9)
-    gradient, state = old_values(name, anchor)
-    cuts = data.draw(st.lists(st.integers(0, anchor.size), max_size=6).map(sorted))
-    whole, by_cell = np.empty_like(anchor), np.empty_like(anchor)
-    whole_state: State = tuple(np.empty_like(anchor) for _ in state)
-    cell_state: State = tuple(np.empty_like(anchor) for _ in state)
-    update(anchor, gradient, state, hyper, whole, whole_state)
-    for start, end in zip([0, *cuts], [*cuts, anchor.size], strict=True):
-        at = slice(start, end)
-        update(
-            anchor[at],
-            gradient[at],
-            tuple(s[at] for s in state),
-            hyper,
-            by_cell[at],
-            tuple(s[at] for s in cell_state),
-        )
-    assert equal_bits(whole, by_cell)
-    assert all(equal_bits(a, b) for a, b in zip(whole_state, cell_state, strict=True))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(anchor=values)
-def test_update_never_modifies_its_inputs(name: str, anchor: FloatArray) -> None:
-    gradient, state = old_values(name, anchor)
-    inputs = (anchor, gradient, *state)
-    before = [a.tobytes() for a in inputs]
-    for a in inputs:
-        a.flags.writeable = False
-    new_state: State = tuple(np.empty_like(anchor) for _ in state)
-    hyper = Hyper(lr=0.7, momentum=0.9)
-    transform_for(name).update(anchor, gradient, state, hyper, np.empty_like(anchor), new_state)
-    assert [a.tobytes() for a in inputs] == before
+    for array in (new_anchor, *new_state):
+        assert array.dtype == np.float32
+        assert np.isfinite(array).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,7 +162,6 @@ def test_a_transform_is_found_by_its_name(name: str) -> None:
     assert transform_for(name).name == name
 
 
-def test_an_unknown_optimizer_is_refused_naming_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="adamw") as refusal:
-        transform_for("adamw")
-    assert all(name in str(refusal.value) for name in NAMES)
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'lamb': nesterov, sgd, average, adam or yogi"):
+        transform_for("lamb")
