@@ -162,7 +162,9 @@ def run_start(
     from protocol.run_files import run_directory
 
     def listening(address: str, run_id: str) -> None:
-        typer.echo(f"run {run_id} is open. Join it with:\n\n    atoll join {address} --name NAME\n")
+        typer.echo(
+            f"run {run_id} waits for its islands. On each:\n\n    atoll join {address} --name NAME\n"
+        )
         if json is not None:
             write_listening(json, address, run_id)
 

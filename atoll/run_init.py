@@ -17,7 +17,7 @@ import numpy as np
 
 from node.replica import Replica
 from node.start_donor import flat_from_file
-from node.text import train_bpe
+from node.text import check_text, expand, train_bpe
 from outer_optimizer.codec import codec_for
 from outer_optimizer.optimizer import transform_for
 from protocol.errors import ConfigError, RunFailed
@@ -53,7 +53,8 @@ def init_run(
         create(files.owner_key, owner_secret)
     owner = load_or_create(files.owner_key)
     if spec.data.tokenizer == "bpe":
-        train_bpe(spec.data.text, spec.model.vocab_size, files.tokenizer)
+        train_bpe(expand(spec.data.text), spec.model.vocab_size, files.tokenizer)
+    check_text(spec, files.tokenizer, cache)
     start = _make_start(files, spec, cache)
     write_atomically(files.start, encode_signed(owner.sign("start", encode_start(start))))
     return start
@@ -88,7 +89,7 @@ def _make_start_state(files: RunDirectory, spec: RunSpec, cache: Path) -> list[T
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise RunFailed(f"the start state could not be made: {last}")
+        raise RunFailed(f"the start state could not be made: {last.removeprefix('error: ')}")
     layout_file = files.start_state.with_suffix(".layout.json")
     table = json.loads(layout_file.read_bytes())
     layout_file.unlink()

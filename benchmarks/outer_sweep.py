@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 from node.baseline import batches_of, run_arm, with_lr
-from node.batches import Batches, split_tokens
+from node.batches import Batches
 from node.gpt import Gpt
 from node.inner import build_optimizer, lr_at, take_step
 from node.parameters import layout_of, trained_parameters
 from node.settings import TrainerSettings
-from node.text import Tokens
+from node.text import Tokens, split_tokens
 from node.trainer import build_model, held_out_loss, token_stream
 from outer_optimizer.aggregate import weighted_mean
 from outer_optimizer.codec import codec_for
@@ -64,7 +64,7 @@ def local(lr: float, *phases: tuple[int, int, float, float]) -> Arm:
 
 
 LEARNING_RATES = (1e-3, 2e-3, 3e-3, 5e-3)
-BEST_LR = 3e-3
+BEST_LR = 2e-3
 ARMS = [
     *(local(lr, (0, 5, 1.0, 0.0), (20, 20, 0.7, 0.9)) for lr in (1e-3, 2e-3, 3e-3)),
     *(Arm(f"data_parallel lr {lr}", "data_parallel", lr) for lr in LEARNING_RATES),
@@ -175,7 +175,7 @@ class OuterStep:
 def run_local(phases: Sequence[Phase], settings: TrainerSettings, tokens: Tokens) -> dict[str, Any]:
     started_s = time.perf_counter()
     steps = settings.target_tokens // STEP_TOKENS
-    training, held_out = split_tokens(tokens, settings)
+    training, held_out = split_tokens(tokens, settings.model.context, settings.data.held_out)
     islands = batches_of(ISLANDS, training, settings)
     tensors = layout_of(trained_parameters(build_model(settings)))
     fragment = build_layout(tensors, 1, None, ISLANDS).fragments[0]

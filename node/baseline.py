@@ -21,11 +21,11 @@ from typing import Literal, get_args
 import torch
 from safetensors.torch import load_file
 
-from node.batches import Batches, split_tokens
+from node.batches import Batches
 from node.gpt import Gpt
 from node.inner import build_optimizer, lr_at, take_step
 from node.settings import TrainerSettings, load_settings
-from node.text import Tokens
+from node.text import Tokens, split_tokens
 from node.trainer import build_model, held_out_loss, token_stream
 from protocol.errors import AtollError
 from protocol.state_dir import write_atomically
@@ -67,7 +67,7 @@ def run_arm(
     """Trains `model` in place on `tokens`; about `evaluations` points make the curve."""
     started_s = reported_s = time.perf_counter()
     inner = settings.inner
-    training, held_out = split_tokens(tokens, settings)
+    training, held_out = split_tokens(tokens, settings.model.context, settings.data.held_out)
     islands = batches_of(settings.islands if arm == "data_parallel" else 1, training, settings)
     optimizer = build_optimizer(model, inner)
     steps = settings.target_tokens // settings.step_tokens

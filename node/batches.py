@@ -17,23 +17,9 @@ from torch import Tensor
 
 from node.order import sample_at
 from node.settings import TrainerSettings
-from node.text import TextError, Tokens
+from node.text import Tokens
 
 Pair = tuple[Tensor, Tensor]
-
-
-def split_tokens(tokens: Tokens, settings: TrainerSettings) -> tuple[Tokens, Tokens]:
-    """(training part, held-out part). Raises TextError if either holds no window."""
-    context = settings.model.context
-    cut = int(len(tokens) * (1 - settings.data.held_out))
-    parts = tokens[:cut], tokens[cut:]
-    for part, name in zip(parts, ("training", "held-out"), strict=True):
-        if len(part) <= context:
-            raise TextError(
-                f"data.text: its {name} part has {len(part)} tokens, fewer than "
-                f"model.context + 1 = {context + 1}: add text, or change data.held_out"
-            )
-    return parts
 
 
 class Batches:

@@ -331,6 +331,12 @@ class Daemon:
             sent_bytes=self._transport.traffic.sent_bytes,
             received_bytes=self._transport.traffic.received_bytes,
         )
+        log.info(
+            "committed",
+            round=record.slot,
+            tokens=self.state.chain.committed_tokens,
+            loss=self._desk.loss,
+        )
         self._contribution = None
         await self._desk.applied(record)
         await self._offer()
@@ -357,6 +363,7 @@ class Daemon:
         self.events.write(
             "finished", round=self.state.chain.head_slot, model=str(self._site.final_model)
         )
+        self._links.stop_dialling()
         await self._desk.stop("the run is finished")
         self.finished.set()
 

@@ -19,6 +19,7 @@ from node.joining import Described, describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.site import Site
+from node.text import check_text
 from node.trainer_link import TrainerLink
 from node.trainer_process import TrainerProcess, builtin_command
 from protocol.errors import PeerUnreachable, TrainerFailed
@@ -45,6 +46,8 @@ async def join(site: Site, transport: Transport) -> Daemon:
         client = await CoordinatorClient.connect(metered, site.coordinator, identity)
         try:
             described = await _patiently(partial(describe, client, site, journal))
+            if not site.command:
+                check_text(described.spec, site.tokenizer, site.cache, site.text)
             state, missing = await prepare_state(metered, described, site, journal)
             link = TrainerLink(site.state)
             daemon = Daemon(site, identity, state, metered, _computing_in(pool), events, link)

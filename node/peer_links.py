@@ -58,6 +58,7 @@ class PeerLinks:
         self._changed = asyncio.Condition()
         self._addresses: dict[IslandId, str] = {}
         self._dialling: dict[IslandId, asyncio.Task[None]] = {}
+        self._resting = False
 
     def set_peers(self, addresses: dict[IslandId, str]) -> None:
         """Where the others are ('' = cannot be dialled); dials those that are ours to dial."""
@@ -88,6 +89,10 @@ class PeerLinks:
             raise BadFrame(f"this island is in run {self._run_id}, not {hello.run_id}")
         await self._run(Link(IslandId(hello.island), stream))
 
+    def stop_dialling(self) -> None:
+        """No link that breaks from now on is opened again by us."""
+        self._resting = True
+
     async def close(self) -> None:
         for task in self._dialling.values():
             task.cancel()
@@ -97,12 +102,14 @@ class PeerLinks:
 
     async def _keep_dialling(self, island: IslandId, address: str) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        while True:
+        while not self._resting:
             connection = await self._transport.connect(address)
             try:
                 if await self._dial(island, connection):
                     backoff_s = _FIRST_BACKOFF_S
             except TransportError as error:
+                if self._resting:
+                    return
                 log.warning("link_lost", peer=short(island), reason=str(error), retry_s=backoff_s)
             finally:
                 await connection.close()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from protocol.errors import ConfigError
-from protocol.spec import Data
+from protocol.spec import Data, RunSpec
 
 CACHE_VERSION = 1
 SEPARATOR = b"\n"
@@ -53,6 +53,29 @@ def load_tokens(data: Data, vocab_size: int, tokenizer_path: str | None, cache_d
         if not path.exists():
             _build(path, files, dtype, _encoder(vocab_size, tokenizer_path))
     return np.memmap(path, dtype, mode="r")
+
+
+def check_text(spec: RunSpec, tokenizer: Path, cache_dir: Path, text: Sequence[str] = ()) -> None:
+    """Builds the token cache and sees that both parts hold a window, before anything is started.
+
+    `text` replaces the spec's paths where this host's files lie elsewhere. Raises TextError.
+    """
+    data = spec.data.model_copy(update={"text": tuple(text)}) if text else spec.data
+    tokens = load_tokens(data, spec.model.vocab_size, str(tokenizer), cache_dir)
+    split_tokens(tokens, spec.model.context, data.held_out)
+
+
+def split_tokens(tokens: Tokens, context: int, held_out: float) -> tuple[Tokens, Tokens]:
+    """(training part, held-out part). Raises TextError if either holds no window."""
+    cut = int(len(tokens) * (1 - held_out))
+    parts = tokens[:cut], tokens[cut:]
+    for part, name in zip(parts, ("training", "held-out"), strict=True):
+        if len(part) <= context:
+            raise TextError(
+                f"data.text: its {name} part has {len(part)} tokens, fewer than "
+                f"model.context + 1 = {context + 1}: add text, or change data.held_out"
+            )
+    return parts
 
 
 def expand(text: Sequence[str]) -> list[str]:

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from node.attach import attach
-from node.batches import Batches, held_out_batches, split_tokens
+from node.batches import Batches, held_out_batches
 from node.gpt import Gpt
 from node.inner import build_optimizer, lr_at, take_step
 from node.settings import TrainerSettings, settings_from_environment
-from node.text import Tokens, load_tokens
+from node.text import Tokens, load_tokens, split_tokens
 from protocol.errors import AtollError
 
 
@@ -52,7 +52,9 @@ def train(settings: TrainerSettings) -> int:
     inner = settings.inner
     model = build_model(settings)
     optimizer = build_optimizer(model, inner)
-    training, held_out = split_tokens(token_stream(settings), settings)
+    training, held_out = split_tokens(
+        token_stream(settings), settings.model.context, settings.data.held_out
+    )
     batches = Batches(training, settings)
     skipped = 0
     with closing(attach(model, optimizer)) as island:

@@ -7,20 +7,11 @@ else computes them again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from outer_optimizer.transform import FloatArray
-
-
-def normalised_weights(tokens: Sequence[int]) -> list[np.float32]:
-    """tokens / their sum, divided in fp64 and rounded to fp32; the weights sum to 1 within rounding.
-
-    Contributions of which none has a token (a run that counts none) weigh the same.
-    """
-    total = sum(tokens)
-    return [np.float32(t / total if total else 1 / len(tokens)) for t in tokens]
 
 
 def add_weighted(

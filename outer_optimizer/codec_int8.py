@@ -4,7 +4,8 @@ Wire: all scales of the cell (fp32, little-endian), then all codes (int8). Block
     scale = absmax / 127,   code = rint(value / scale),   value' = code scale
 
 Error <= scale / 2 (1 + 2^-15): the half step of rint, and the rounding of quotient and product in fp32. A
-block whose absmax is below 2^-100 becomes zeros, as a denormal scale would have too few bits for that bound.
+block whose absmax is below 2^-100 becomes zeros: a denormal scale has too few bits for that bound, and for
+codes that fit.
 
 Invariant: -127 <= code <= 127 without clipping, as a normal scale puts absmax / scale within 2 ulp of 127.
 """

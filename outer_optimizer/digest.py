@@ -12,11 +12,6 @@ from outer_optimizer.transform import FloatArray
 _WIRE = np.dtype("<f4")
 
 
-def encoded_digest(data: bytes | memoryview) -> bytes:
-    """BLAKE3 of an encoded cell."""
-    return blake3(data).digest()
-
-
 def state_digest(anchor_cell: FloatArray, state_cells: Sequence[FloatArray]) -> bytes:
     """BLAKE3(anchor cell ‖ outer-state cells), little-endian fp32, states in the order of their names."""
     hasher = blake3()

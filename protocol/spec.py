@@ -21,6 +21,7 @@ from protocol.errors import ConfigError
 from protocol.merkle import digest
 
 MAX_SPEC_BYTES = 1 << 20
+_LIKENESS = 0.5  # of a mistyped key to the right one
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -225,7 +226,7 @@ def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
             near = difflib.get_close_matches(
-                str(fault["loc"][-1]), _names(model, fault["loc"][:-1]), 1
+                str(fault["loc"][-1]), _names(model, fault["loc"][:-1]), 1, _LIKENESS
             )
             hint = f"; did you mean {near[0]!r}?" if near else ""
             yield f"{key}: unknown key{hint}"

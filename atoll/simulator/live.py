@@ -17,7 +17,6 @@ from protocol.transport import Connection
 from protocol.wire import parse
 
 _POLL_S = 0.5
-_PLAIN_EVERY_POLLS = 20
 
 
 async def show_until_ended(cluster: Cluster, console: Console) -> None:
@@ -33,7 +32,7 @@ async def show_until_ended(cluster: Cluster, console: Console) -> None:
     bar = progress.add_task("starting", total=1)
     try:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
-            polls = 0
+            said = ""
             while not cluster.islands_ended:
                 cluster.raise_if_failed()
                 status = await _status(connection)
@@ -45,9 +44,8 @@ async def show_until_ended(cluster: Cluster, console: Console) -> None:
                         description=_headline(status),
                     )
                     live.update(Group(progress, _table(status)))
-                    if not console.is_terminal and polls % _PLAIN_EVERY_POLLS == 0:
+                    if not console.is_terminal and said != (said := _headline(status)):
                         console.print(_plain(status))
-                polls += 1
                 await asyncio.sleep(_POLL_S)
         cluster.raise_if_failed()
     finally:

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 from blake3 import blake3
 
-from outer_optimizer.digest import encoded_digest, state_digest
+from outer_optimizer.digest import state_digest
 
 
 def test_the_state_digest_is_that_of_the_little_endian_bytes_in_order() -> None:
@@ -24,10 +24,4 @@ def test_a_view_of_a_cell_has_the_digest_of_its_copy() -> None:
 def test_equal_values_with_other_bits_have_another_digest() -> None:
     assert state_digest(np.array([0.0], np.float32), ()) != state_digest(
         np.array([-0.0], np.float32), ()
-    )
-
-
-def test_an_encoded_cell_has_the_blake3_of_its_bytes() -> None:
-    assert (
-        encoded_digest(b"cell") == encoded_digest(memoryview(b"cell")) == blake3(b"cell").digest()
     )

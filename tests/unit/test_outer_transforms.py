@@ -73,6 +73,14 @@ def test_nesterov_is_not_heavy_ball() -> None:
     assert [round_[0] for round_ in path] != [0.75, 0.125]
 
 
+def test_nesterov_rounds_its_settings_and_every_operation_to_fp32() -> None:
+    lr, mu, g, h = (np.float32(x) for x in (0.7, 0.9, 0.3, -0.2))
+    first = np.float32(1) - (g * mu + g) * lr
+    second = first - ((g * mu + h) * mu + h) * lr
+    path = follow("nesterov", Hyper(lr=0.7, momentum=0.9), [0.3, -0.2])
+    assert path == [[first, g], [second, g * mu + h]]
+
+
 def test_nesterov_without_momentum_is_sgd() -> None:
     gradients = [0.3, -0.7, 0.11]
     nesterov, sgd = (follow(name, Hyper(lr=0.7), gradients) for name in ("nesterov", "sgd"))

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from node.baseline import batches_of
-from node.batches import Batches, held_out_batches, split_tokens
+from node.batches import Batches, held_out_batches
 from node.settings import TrainerSettings
-from node.text import TextError
+from node.text import TextError, split_tokens
 
 CONTEXT, BATCH, ISLANDS = 8, 2, 3
 

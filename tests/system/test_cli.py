@@ -1,0 +1,315 @@
+"""Wrong inputs, as a user types them: one clear line that names the key, port or file and the remedy, an
+exit code of its own, no traceback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import save_file
+
+from atoll.__main__ import main
+from protocol.errors import (
+    AddressInUse,
+    AtollError,
+    ConfigError,
+    PeerUnreachable,
+    RunMismatch,
+    StateLocked,
+)
+from protocol.identity import load_or_create
+from protocol.layout import TensorLayout
+from protocol.messages import Start
+from protocol.run_files import RunDirectory
+from protocol.spec import load_spec
+from protocol.state_dir import locked
+from protocol.wire import encode_signed, encode_start
+
+SPEC = """
+name = "tiny"
+target_tokens = 2_000
+[model]
+width = 16
+depth = 1
+heads = 2
+context = 16
+[data]
+text = ["TEXT"]
+[outer]
+inner_steps = 5
+[sync]
+expected_islands = 1
+"""
+
+Cli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """Runs a command in this process; returns its exit code and what it wrote to stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("node.join._COORDINATOR_PATIENCE_S", 0.0)
+    monkeypatch.setattr("node.coordinator_client._CALL_S", 0.5)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["atoll", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), capfd.readouterr().err
+
+    return run
+
+
+def write_spec(folder: Path, old: str = "", new: str = "") -> Path:
+    text = folder / "text.txt"
+    text.write_text("all the world's a stage " * 500)
+    path = folder / "spec.toml"
+    spec = SPEC.replace("TEXT", str(text))
+    assert old in spec
+    path.write_text(spec.replace(old, new) if old else spec)
+    return path
+
+
+def one_line(err: str) -> str:
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in err
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def made_run(folder: Path) -> Path:
+    """A run directory without torch: the start state is a handful of zeros."""
+    import numpy as np
+
+    files = RunDirectory(folder / "run")
+    files.path.mkdir()
+    files.spec.write_text(write_spec(folder).read_text())
+    spec = load_spec(files.spec)
+    save_file({"w": np.zeros(4, np.float32)}, files.start_state)
+    layout = (TensorLayout("w", (4,), "float32"),)
+    start = Start("tiny-1", spec.digest(), layout, (b"r" * 32,), b"")
+    signed = load_or_create(files.owner_key).sign("start", encode_start(start))
+    files.start.write_bytes(encode_signed(signed))
+    return files.path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "inner_steps = 5",
+            "inner_steps = 0",
+            "outer.inner_steps: input should be greater than or equal to 1",
+        ),
+        (
+            "inner_steps = 5",
+            "iner_steps = 5",
+            "outer.iner_steps: unknown key; did you mean 'inner_steps'?",
+        ),
+        (
+            "width = 16",
+            "width = 15",
+            "model.width = 15 must be an even multiple of model.heads = 2",
+        ),
+        ("[sync]", "[sink]", "sink: unknown key; did you mean 'sync'?"),
+        ("target_tokens = 2_000", "", "target_tokens: missing"),
+        (
+            "expected_islands = 1",
+            "expected_islands = 1\nquorum = 2",
+            "sync.quorum = 2 is more than",
+        ),
+        ("[model]", "[model", "not valid TOML"),
+    ],
+)
+def test_a_wrong_spec_names_the_key(
+    cli: Cli, tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    code, err = cli("run", "init", "run", "--spec", str(write_spec(tmp_path, old, new)))
+    assert code == ConfigError.exit_code
+    assert said in one_line(err)
+    assert str(tmp_path / "spec.toml") in one_line(err)
+
+
+def test_empty_text_names_the_key_and_the_remedy(cli: Cli, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    (tmp_path / "text.txt").write_text("")
+    code, err = cli("run", "init", "run", "--spec", str(spec))
+    assert code == ConfigError.exit_code
+    assert "data.text" in one_line(err)
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
+    directory = made_run(tmp_path)
+    before = (directory / "start.signed").read_bytes()
+    code, err = cli("run", "init", str(directory))
+    assert code == ConfigError.exit_code
+    assert "already holds a run" in one_line(err)
+    assert (directory / "start.signed").read_bytes() == before
+
+
+def test_starting_what_was_never_made_names_the_command_that_makes_it(
+    cli: Cli, tmp_path: Path
+) -> None:
+    code, err = cli("run", "start", str(tmp_path / "nothing"))
+    assert code == ConfigError.exit_code
+    assert "nothing" in one_line(err)
+
+
+def test_a_spec_edited_after_init_is_refused(cli: Cli, tmp_path: Path) -> None:
+    directory = made_run(tmp_path)
+    spec = directory / "run.toml"
+    spec.write_text(spec.read_text().replace("inner_steps = 5", "inner_steps = 6"))
+    code, err = cli("run", "start", str(directory))
+    assert code == RunMismatch.exit_code
+    assert "was changed after `atoll run init`" in one_line(err)
+
+
+@pytest.mark.parametrize("command", [("run", "start"), ("coordinator", "serve")])
+def test_a_port_in_use_is_named(cli: Cli, tmp_path: Path, command: tuple[str, str]) -> None:
+    directory = made_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, err = cli(*command, str(directory), "--listen", f"127.0.0.1:{port}")
+    assert code == AddressInUse.exit_code
+    assert f"127.0.0.1:{port}" in one_line(err)
+    assert "another" in one_line(err)
+
+
+def test_a_state_directory_in_use_names_its_holder(cli: Cli, tmp_path: Path) -> None:
+    directory = made_run(tmp_path)
+    with locked(tmp_path / "held"):
+        code, err = cli(
+            "run",
+            "start",
+            str(directory),
+            "--listen",
+            "127.0.0.1:0",
+            "--state",
+            str(tmp_path / "held"),
+        )
+    import os
+
+    assert code == StateLocked.exit_code
+    assert f"in use by process {os.getpid()}" in one_line(err)
+
+
+def test_joining_where_nobody_listens_says_so(cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code, err = cli("join", f"127.0.0.1:{port}", "--name", "a")
+    assert code == PeerUnreachable.exit_code
+    assert f"127.0.0.1:{port}: nobody answers" in one_line(err)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[str]:
+    """A real coordinator process; yields its address."""
+    directory = made_run(tmp_path)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "atoll",
+            "run",
+            "start",
+            str(directory),
+            "--listen",
+            "127.0.0.1:0",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={"PATH": "", "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        line = next(line for line in process.stdout if "atoll join" in line)
+        yield line.split()[2]
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
+def test_a_spec_that_differs_from_the_coordinators_names_the_keys(
+    cli: Cli, tmp_path: Path, coordinator: str
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        (tmp_path / "spec.toml").read_text().replace("inner_steps = 5", "inner_steps = 7")
+    )
+    code, err = cli("join", coordinator, "--name", "a", "--spec", str(mine))
+    assert code == RunMismatch.exit_code
+    assert "outer.inner_steps is 7 here and 5 in the run" in one_line(err)
+
+
+def test_a_false_start_state_is_refused_before_anything_starts(cli: Cli, coordinator: str) -> None:
+    """The file of this run is not what its owner signed (the root is made up)."""
+    code, err = cli("join", coordinator, "--name", "a")
+    assert code == RunMismatch.exit_code
+    assert "not the one the owner signed" in one_line(err)
+
+
+def test_a_state_directory_of_another_run_is_refused(
+    cli: Cli, tmp_path: Path, coordinator: str
+) -> None:
+    from node.journal import Journal
+
+    state = tmp_path / "runs" / "a"
+    state.mkdir(parents=True)
+    journal = Journal(state / "journal.db")
+    journal.put("run_id", b"another-run")
+    journal.close()
+    code, err = cli("join", coordinator, "--name", "a")
+    assert code == RunMismatch.exit_code
+    assert "belongs to another run" in one_line(err)
+
+
+def test_a_scenario_with_the_wrong_number_of_islands_names_both(cli: Cli, tmp_path: Path) -> None:
+    write_spec(tmp_path)
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text('run = "spec.toml"\n[[islands]]\nname = "a"\n[[islands]]\nname = "b"\n')
+    code, err = cli("simulate", str(scenario))
+    assert code == ConfigError.exit_code
+    assert "2 [[islands]]" in one_line(err)
+    assert "sync.expected_islands = 1" in one_line(err)
+
+
+def test_every_error_has_an_exit_code_of_its_own() -> None:
+    def tree(kind: type[AtollError]) -> list[type[AtollError]]:
+        return [kind, *(below for sub in kind.__subclasses__() for below in tree(sub))]
+
+    direct = [kind for kind in tree(AtollError) if kind.__base__ is AtollError]
+    codes = [kind.exit_code for kind in direct]
+    assert len(set(codes)) == len(codes)
+    assert all(0 < code < 125 for code in codes)
+
+
+def test_the_coordinator_and_the_daemon_run_without_torch() -> None:
+    """What `pip install atoll` without the extra `train` has to be able to do."""
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import atoll.cli, atoll.run_start, coordinator.service, node.join, node.daemon, atoll.joining\n"
+        "print('torch' in sys.modules and sys.modules['torch'] is not None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_help_does_not_load_anything_heavy() -> None:
+    program = (
+        "import sys, atoll.cli\n"
+        "print(sorted({'torch', 'grpc', 'plotly', 'numpy', 'pydantic'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
