@@ -36,7 +36,7 @@ from protocol.wire import decode_part_root, decode_signed, encode_part_root, enc
 log = structlog.get_logger()
 
 CHUNK_BYTES = 256 << 10
-_WINDOW_BYTES = 4 << 20
+_WINDOW_BYTES = 4 << 20  # at least CHUNK_BYTES: a chunk is summed when all of it is there
 _NORM_TOLERANCE = 1e-4
 
 Compute = Callable[..., Awaitable[Any]]
@@ -124,16 +124,19 @@ class Exchange:
     async def _with_link(
         self, island: IslandId, job: Callable[[Link, Part], Awaitable[None]], part: Part
     ) -> None:
-        """Runs `job` on a live link; begins anew on the next one when it is lost."""
+        """Does `job` on every link there is, one after the other, until the exchange is stopped.
+
+        Also after it was done: what was sent on a link that broke may not have arrived.
+        """
         while True:
             link = await self._links.link(island)
             work = asyncio.ensure_future(job(link, part))
             lost = asyncio.ensure_future(link.lost.wait())
             try:
                 await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done() and not lost.done():
+                if not lost.done():
                     work.result()
-                    return
+                    await lost
             except TransportError as error:
                 log.warning("exchange_retry", peer=short(island), reason=str(error))
                 await link.lost.wait()

@@ -49,4 +49,4 @@ class Outbox:
             self._waiting.clear()
             return
         if rejected:
-            log.info("not_taken", post=key, reason=rejected)
+            log.debug("not_taken", post=key, reason=rejected)

@@ -82,6 +82,7 @@ class ShapedTransport:
 class _ShapedConnection:
     def __init__(self, inner: Connection, up: _Line, down: _Line) -> None:
         self._inner, self._up, self._down = inner, up, down
+        self._streams: list[_ShapedStream] = []
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         await self._up.passed(len(request))
@@ -92,9 +93,13 @@ class _ShapedConnection:
         return answer
 
     async def stream(self, method: str) -> Stream:
-        return _ShapedStream(await self._inner.stream(method), self._up, self._down)
+        stream = _ShapedStream(await self._inner.stream(method), self._up, self._down)
+        self._streams.append(stream)
+        return stream
 
     async def close(self) -> None:
+        for stream in self._streams:
+            await stream.close()
         await self._inner.close()
 
 

@@ -624,7 +624,7 @@ def play(world: World, move: tuple[str, int, int], term: int) -> None:
             world.promise(number)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 5),
