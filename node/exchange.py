@@ -12,7 +12,7 @@ arrived is not asked for twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,7 +93,7 @@ class Exchange:
     # --- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        jobs: list[Awaitable[None]] = []
+        jobs: list[Coroutine[Any, Any, None]] = []
         if self._contribution is not None:
             for part in self.plan.parts:
                 if part.owner != self._me:
@@ -110,7 +110,9 @@ class Exchange:
                 self._with_link(island, self._deliver, part)
                 for island in sorted(self._members - {self._me})
             ]
-        self._tasks = [asyncio.create_task(_logged(job)) for job in jobs]
+        self._tasks = [asyncio.create_task(job) for job in jobs]
+        for task in self._tasks:
+            task.add_done_callback(_log_failure)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -405,10 +407,7 @@ def cut_cells(frame: Frame, sizes: Sequence[int]) -> list[tuple[int, memoryview]
     return cells
 
 
-async def _logged(job: Awaitable[None]) -> None:
-    """An error in one job must be seen at once, not when the exchange is stopped."""
-    try:
-        await job
-    except InvariantBroken as error:
-        log.error("invariant_broken", reason=str(error))
-        raise
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """An error in one job holds the round: it must be seen at once, not when the exchange is stopped."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("exchange_failed", reason=str(task.exception()))

@@ -95,10 +95,13 @@ async def _fetch_fragment(
         connection = await transport.connect(donor)
         try:
             stream = await connection.stream("Peer/State")
-            request = pb.StateRequest(run_id=run_id, fragment=number, first_cell=first)
-            await stream.send(request.SerializeToString())
-            while first < len(sizes):
-                first = _take(await stream.receive(), first, number, sizes, replica)
+            try:
+                request = pb.StateRequest(run_id=run_id, fragment=number, first_cell=first)
+                await stream.send(request.SerializeToString())
+                while first < len(sizes):
+                    first = _take(await stream.receive(), first, number, sizes, replica)
+            finally:
+                await stream.close()
             return
         except TransportError as error:
             problem = str(error)

@@ -23,7 +23,9 @@ from protocol.messages import Endpoint, IslandId, Member, Term
 
 SPEC = b"s" * 32
 TERM = Term(3, b"boot")
-A, B, C = (Member(IslandId(letter * 32), name) for letter, name in ((b"c", "ann"), (b"b", "bob"), (b"a", "cyd")))  # fmt: skip
+A = Member(IslandId(b"c" * 32), "ann")  # sorted by key: C, B, A
+B = Member(IslandId(b"b" * 32), "bob")
+C = Member(IslandId(b"a" * 32), "cyd")
 
 
 def lobby(expected: int = 2, view: tuple[Member, ...] = ()) -> Membership:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from coordinator.rounds import (
     AliveChanged,
     CloseSlot,
     Effect,
+    Event,
     GoneArrived,
     Proposer,
     ReadyArrived,
@@ -96,8 +98,8 @@ class World:
         alive = frozenset(i.island for i in ISLANDS[: self.islands])
         return self.do(AliveChanged(alive, count))
 
-    def do(self, event: object) -> list[Effect]:
-        effects = self.proposer.step(event, self.now_s)  # type: ignore[arg-type]
+    def do(self, event: Event) -> list[Effect]:
+        effects = self.proposer.step(event, self.now_s)
         for effect in effects:
             match effect:
                 case StorePlan(_, _, plan_bytes):
@@ -145,7 +147,7 @@ def root_of(island: Identity, round_: int) -> bytes:
 
 
 def ready_of(
-    island: Identity, chain: Chain, *, root: bytes = b"", tokens: int = 100, **changed: object
+    island: Identity, chain: Chain, *, root: bytes = b"", tokens: int = 100, **changed: Any
 ) -> ReadyArrived:
     round_ = chain.head_slot + 1
     ready = Ready(
@@ -160,12 +162,12 @@ def ready_of(
         up_bps=1e6,
         squared_norms=(1.0,),
     )
-    ready = replace(ready, **changed)  # type: ignore[arg-type]
+    ready = replace(ready, **changed)
     return ReadyArrived(island.sign("ready", encode_ready(ready)), ready)
 
 
 def report_of(
-    island: Identity, plan_bytes: bytes, outcome: bytes = b"new", **changed: object
+    island: Identity, plan_bytes: bytes, outcome: bytes = b"new", **changed: Any
 ) -> ReportArrived:
     plan = decode_plan(plan_bytes)
     commit = plan.kind is SlotKind.COMMIT
@@ -179,7 +181,7 @@ def report_of(
         new_root=digest(outcome + repr(plan.pairs).encode()) if commit else b"",
         view_slot=plan.view_slot,
     )
-    report = replace(report, **changed)  # type: ignore[arg-type]
+    report = replace(report, **changed)
     return ReportArrived(island.sign("report", encode_report(report)), report)
 
 
@@ -287,7 +289,7 @@ def test_a_ready_after_the_plan_changes_nothing_in_this_round() -> None:
     ],
 )
 def test_a_ready_that_does_not_fit_is_rejected_with_the_reason(
-    changed: dict[str, object], reason: str
+    changed: dict[str, Any], reason: str
 ) -> None:
     world = World()
     effects = world.do(ready_of(ISLANDS[0], world.chain, **changed))
@@ -650,7 +652,6 @@ def test_any_order_of_events_keeps_one_certified_record_a_slot_and_every_commit_
         allowed = first.setdefault(plan.slot, plan).pairs
         assert set(plan.pairs) <= set(allowed)
         assert len({p.owner for p in plan.parts}) <= len(plan.participants)
-    by_slot = {p.slot: p.ballot for p in plans}
-    for slot in by_slot:
+    for slot in first:
         ballots = [p.ballot for p in plans if p.slot == slot]
         assert ballots == sorted(set(ballots)), "ballots of a slot rise strictly"

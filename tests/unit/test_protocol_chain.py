@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -279,9 +280,9 @@ def test_a_signature_over_another_kind_of_payload_is_refused() -> None:
     "changed",
     [{"new_root": b"x" * 32}, {"reduced_root": b"x" * 32}, {"plan_id": b"x" * 32}, {"slot": 2}],
 )
-def test_one_report_that_does_not_match_spoils_the_certificate(changed: dict[str, object]) -> None:
+def test_one_report_that_does_not_match_spoils_the_certificate(changed: dict[str, Any]) -> None:
     chain, plan = opened(), plan_for(opened())
-    odd = replace(report_on(plan), **changed)  # type: ignore[arg-type]
+    odd = replace(report_on(plan), **changed)
     reports = [*votes_on(plan), vote(ISLANDS[2], odd)]
     unchanged(chain, close(chain, plan, reports), BadFrame, "matching reports of members")
 
