@@ -69,11 +69,11 @@ ARMS = [
     *(local(lr, (0, 5, 1.0, 0.0), (20, 20, 0.7, 0.9)) for lr in (1e-3, 2e-3, 3e-3)),
     *(Arm(f"data_parallel lr {lr}", "data_parallel", lr) for lr in LEARNING_RATES),
     *(Arm(f"solo lr {lr}", "solo", lr) for lr in LEARNING_RATES),
-    local(BEST_LR, (0, 5, 1.0, 0.0), (20, 20, 0.9, 0.9)),
-    local(BEST_LR, (0, 5, 1.0, 0.0), (20, 20, 0.8, 0.8)),
     local(BEST_LR, (0, 4, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(BEST_LR, (0, 6, 1.0, 0.0), (25, 20, 0.7, 0.9)),
-    local(BEST_LR, (0, 12, 0.7, 0.7)),
+    local(BEST_LR, (0, 5, 1.0, 0.0), (28, 20, 0.7, 0.9)),
+    local(BEST_LR, (0, 5, 1.0, 0.0), (28, 20, 0.9, 0.9)),
+    local(BEST_LR, (0, 6, 1.0, 0.0), (30, 20, 0.7, 0.9)),
+    local(BEST_LR, (0, 2, 1.0, 0.0), (10, 5, 1.0, 0.0), (26, 20, 0.7, 0.9)),
 ]
 
 

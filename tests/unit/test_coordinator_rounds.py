@@ -409,6 +409,17 @@ def test_reports_for_an_older_attempt_are_rejected() -> None:
     assert kinds(world.report(0)) == ["CloseSlot"]
 
 
+def test_reports_counted_for_an_older_attempt_are_forgotten_even_with_an_equal_outcome() -> None:
+    world = World()
+    for number in range(3):
+        world.ready(number)
+    equal = {"reduced_root": b"s" * 32, "new_root": b"n" * 32}
+    world.do(report_of(ISLANDS[0], world.plan_bytes, **equal))
+    world.gone(2)
+    assert world.do(report_of(ISLANDS[1], world.plan_bytes, **equal)) == []
+    assert kinds(world.do(report_of(ISLANDS[0], world.plan_bytes, **equal))) == ["CloseSlot"]
+
+
 def test_reports_of_strangers_or_another_term_are_rejected() -> None:
     world = World()
     for number in range(3):

@@ -309,9 +309,10 @@ def test_a_signature_holds_for_its_own_domain_payload_and_signer_only() -> None:
 
 
 def test_domain_and_payload_cannot_run_into_each_other() -> None:
-    signed = SIGNER.sign("part", b"-root\0payload")
-    with pytest.raises(BadFrame):
-        verified(Signed(b"payload", signed.signer, signed.signature), "part-root")
+    for payload in (b"-root\0payload", b"-rootpayload"):
+        signed = SIGNER.sign("part", payload)
+        with pytest.raises(BadFrame):
+            verified(Signed(b"payload", signed.signer, signed.signature), "part-root")
 
 
 # --- frames ------------------------------------------------------------------------------------
