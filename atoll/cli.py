@@ -49,10 +49,10 @@ def demo(
     json: JsonPath = None, html: HtmlPath = Path("atoll-demo.html"), baselines: Baselines = False
 ) -> None:
     """Four islands over slow links train a small model on this machine, in about two minutes."""
-    from atoll.quickstart import quickstart_scenario
+    from atoll.quickstart import quickstart_files
 
-    with quickstart_scenario() as path:
-        _simulate(path, json, html, None, baselines)
+    with quickstart_files() as folder:
+        _simulate(folder / "scenario.toml", json, html, None, baselines)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The demo's scenario: `examples/quickstart` in a checkout, the same files from the package elsewhere."""
+"""The quickstart's files: `examples/quickstart` in a checkout, the same from the package elsewhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 @contextmanager
-def quickstart_scenario() -> Iterator[Path]:
-    """Path of scenario.toml; run.toml lies beside it."""
-    checkout = Path(__file__).resolve().parent.parent / "examples" / "quickstart" / "scenario.toml"
-    if checkout.exists():
+def quickstart_files() -> Iterator[Path]:
+    """A folder with run.toml and scenario.toml."""
+    checkout = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
+    if checkout.is_dir():
         yield checkout
         return
     with resources.as_file(resources.files("atoll") / "quickstart_files") as folder:
-        yield folder / "scenario.toml"
+        yield folder

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from atoll.quickstart import quickstart_files
 from node.replica import Replica
 from node.start_donor import flat_from_file
 from node.text import check_text, expand, train_bpe
@@ -30,9 +31,6 @@ from protocol.spec import RunSpec, load_spec
 from protocol.state_dir import write_atomically
 from protocol.wire import encode_signed, encode_start
 
-TEMPLATE = Path(__file__).parent / "template.toml"
-
-
 def init_run(
     path: Path, spec_path: Path | None, cache: Path, owner_secret: bytes | None = None
 ) -> Start:
@@ -47,7 +45,8 @@ def init_run(
         load_spec(spec_path)
         shutil.copyfile(spec_path, files.spec)
     elif not files.spec.exists():
-        shutil.copyfile(TEMPLATE, files.spec)
+        with quickstart_files() as folder:
+            shutil.copyfile(folder / "run.toml", files.spec)
     spec = load_spec(files.spec)
     if owner_secret is not None and not files.owner_key.exists():
         create(files.owner_key, owner_secret)
