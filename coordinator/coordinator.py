@@ -138,7 +138,7 @@ class Coordinator:
         if kind is None:
             raise BadFrame("a post without content")
         signed = signed_from_pb(getattr(request, kind))
-        payload = verified(signed, "part-root" if kind == "part_root" else kind)
+        payload = verified(signed, kind)
         self._heard(signed.signer)
         rejected = self._posted(kind, signed, payload)
         return pb.PostReply(term=term_to_pb(self.term), rejected=rejected)

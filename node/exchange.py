@@ -12,6 +12,7 @@ arrived is not asked for twice.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,9 @@ log = structlog.get_logger()
 CHUNK_BYTES = 256 << 10
 _WINDOW_BYTES = 4 << 20  # at least CHUNK_BYTES: a chunk is summed when all of it is there
 _NORM_TOLERANCE = 1e-4
+# Below these a measured rate is that of a buffer, not of a line.
+_TELLING_BYTES = 4 << 20
+_TELLING_S = 0.5
 
 Compute = Callable[..., Awaitable[Any]]
 """Runs a blocking function off the event loop (or inline, in virtual time)."""
@@ -89,6 +93,7 @@ class Exchange:
         self._changed = asyncio.Event()
         self._mine = next((part for part in plan.parts if part.owner == self._me), None)
         self._tasks: list[asyncio.Task[None]] = []
+        self._sent_bytes, self._sending_s = 0, 0.0
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class Exchange:
             residual_after=b"",
             squared_norms=tuple(float(n) for n in norms),
         )
-        self._signed_root = self._identity.sign("part-root", encode_part_root(part_root))
+        self._signed_root = self._identity.sign("part_root", encode_part_root(part_root))
         self._changed.set()
         self._hooks.part_summed(self._signed_root)
         self._hold(part)
@@ -343,7 +348,7 @@ class Exchange:
     def _take_part_root(self, peer: IslandId, frame: Frame) -> None:
         part = self._part_of(peer, frame)
         signed = decode_signed(bytes(frame.payload))
-        claim = decode_part_root(verified(signed, "part-root"))
+        claim = decode_part_root(verified(signed, "part_root"))
         if signed.signer != peer or claim.plan_id != self.plan_id:
             raise BadFrame("a part root of another owner or plan")
         cells = [self.reduced.get(c) for c in range(part.first_cell, part.stop_cell)]
@@ -375,13 +380,21 @@ class Exchange:
     def _cut(self, frame: Frame) -> list[tuple[int, memoryview]]:
         return cut_cells(frame, self._sizes)
 
+    def measured_up_bps(self) -> float | None:
+        """Rate at which links took our cells; None if too few passed to tell."""
+        if self._sent_bytes < _TELLING_BYTES or self._sending_s < _TELLING_S:
+            return None
+        return 8 * self._sent_bytes / self._sending_s
+
     async def _send(
         self, link: Link, kind: FrameKind, payload: bytes, cells: Sequence[int]
     ) -> None:
         first, count = cells
-        await link.send(
-            encode_frame(kind, payload, plan_id=self.plan_id, first_cell=first, cells=count)
-        )
+        frame = encode_frame(kind, payload, plan_id=self.plan_id, first_cell=first, cells=count)
+        before_s = time.monotonic()
+        await link.send(frame)
+        self._sending_s += time.monotonic() - before_s
+        self._sent_bytes += len(frame)
 
 
 def chunks(sizes: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -60,13 +60,12 @@ class TrainerDesk:
 
     # --- greeting ------------------------------------------------------------------------------
 
-    async def greet(self, hello: Hello) -> bool:
-        """Answers a new trainer with buffers and anchors; False if its model is not the run's."""
+    async def greet(self, hello: Hello) -> str | None:
+        """Answers a new trainer with buffers and anchors, or refuses it and says why."""
         difference = first_difference(hello.layout, self._state.layout.tensors)
         if difference is not None:
             await self._link.send(Refused(difference))
-            log.error("trainer_refused", reason=difference)
-            return False
+            return difference
         chain, replica = self._state.chain, self._state.replica
         self.waiting = self.totals = None
         self._steps_before = chain.steps_by_island.get(self._me, 0) // len(replica.rounds)
@@ -88,7 +87,7 @@ class TrainerDesk:
             b.fd for anchors in self._buffers for b in (anchors[_SNAPSHOT], *anchors[:2])
         ]
         await self._link.send(welcome, descriptors)
-        return True
+        return None
 
     @property
     def _next_round(self) -> int:

@@ -630,10 +630,11 @@ def play(world: World, move: tuple[str, int, int], term: int) -> None:
         case "tick":
             world.tick(float(number))
         case "restart":
-            unfinished = world.plan_bytes
             world.start_proposer(Term(term, b"boot"), promised=0)
+            stored = [decode_plan(plan_bytes) for plan_bytes in world.stored]
+            unfinished = [plan for plan in stored if plan.slot == world.chain.head_slot + 1]
             if unfinished:
-                world.proposer.resume(decode_plan(unfinished))
+                world.proposer.resume(unfinished[-1])
             world.promise(number)
 
 
