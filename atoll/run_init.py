@@ -31,6 +31,7 @@ from protocol.spec import RunSpec, load_spec
 from protocol.state_dir import write_atomically
 from protocol.wire import encode_signed, encode_start
 
+
 def init_run(
     path: Path, spec_path: Path | None, cache: Path, owner_secret: bytes | None = None
 ) -> Start:

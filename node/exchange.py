@@ -3,42 +3,36 @@
     participant ── LEAVES, then CELLS against the owner's CREDIT ──► owner: checks, sums, encodes once
     everyone    ◄── REDUCED cells as they are ready, then the signed PART_ROOT ── owner
 
-The owner sums in fp32 in sorted island order and decodes what it encoded like everybody else. It grants
-credit window by window, so it never holds more than `_WINDOW_BYTES` per peer. Everything on a link may
-be said again: after a lost link both sides begin their part of the conversation anew, and what already
-arrived is not asked for twice.
+The owner decodes what it encoded like everybody else. Everything on a link may be said again: after a
+lost link both sides begin their part of the conversation anew, and what has arrived is not asked for twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import structlog
 
-from node.contribution import LEAF_BYTES, Contribution, split_leaf
+from node.cell_chunks import chunks, cut_cells
+from node.contribution import Contribution
+from node.part_sum import PartSum
 from node.peer_links import Link, PeerLinks
-from outer_optimizer.aggregate import add_weighted
 from outer_optimizer.codec import Codec
-from outer_optimizer.pseudo_gradient import squared_norm
 from protocol.errors import BadFrame, InvariantBroken, TransportError
 from protocol.frames import Frame, FrameKind, encode_frame
 from protocol.identity import Identity, short, verified
 from protocol.layout import Fragment
-from protocol.merkle import DIGEST_BYTES, digest, leaf, prove_range, root, verify_range
-from protocol.messages import Digest, IslandId, Part, PartRoot, Plan, Signed
+from protocol.merkle import digest, leaf, prove_range, root
+from protocol.messages import Digest, IslandId, Part, Plan, Signed
 from protocol.wire import decode_part_root, decode_signed, encode_part_root, encode_signed
 
 log = structlog.get_logger()
 
-CHUNK_BYTES = 256 << 10
-_WINDOW_BYTES = 4 << 20  # at least CHUNK_BYTES: a chunk is summed when all of it is there
-_NORM_TOLERANCE = 1e-4
 # Below these a measured rate is that of a buffer, not of a line.
 _TELLING_BYTES = 4 << 20
 _TELLING_S = 0.5
@@ -78,22 +72,19 @@ class Exchange:
         wiring: Wiring,
         hooks: Hooks,
     ) -> None:
-        self.plan, self.plan_id = plan, plan_id
-        self._fragment, self._contribution, self._members = fragment, contribution, members
-        self._codec, self._links, self._compute = wiring.codec, wiring.links, wiring.compute
-        self._identity, self._me, self._hooks = wiring.identity, wiring.identity.island, hooks
+        self.plan, self.plan_id, self._members = plan, plan_id, members
+        self._contribution, self._wiring, self._hooks = contribution, wiring, hooks
+        self._me = wiring.identity.island
         self._sizes = [wiring.codec.encoded_bytes(cell.lengths) for cell in fragment.cells]
-        self.reduced: dict[int, bytes] = {}
-        self._grants: dict[IslandId, asyncio.Queue[tuple[int, int]]] = {}
-        self._leaves: dict[IslandId, list[tuple[Digest, float]]] = {}
-        self._inbox: dict[IslandId, dict[int, memoryview]] = {}
-        self._summed_to = -1
-        self._signed_root: Signed | None = None
+        self._reduced: dict[int, bytes] = {}
         self._held: set[Part] = set()
+        self._grants: dict[IslandId, asyncio.Queue[tuple[int, int]]] = {}
+        self._signed_root: Signed | None = None
         self._changed = asyncio.Event()
-        self._mine = next((part for part in plan.parts if part.owner == self._me), None)
         self._tasks: list[asyncio.Task[None]] = []
         self._sent_bytes, self._sending_s = 0, 0.0
+        mine = next((part for part in plan.parts if part.owner == self._me), None)
+        self.sum = mine and PartSum(plan, mine, fragment, wiring.codec, contribution, self._me)
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -103,18 +94,13 @@ class Exchange:
             for part in self.plan.parts:
                 if part.owner != self._me:
                     self._grants[part.owner] = asyncio.Queue()
-                    jobs.append(self._with_link(part.owner, self._offer, part))
-        if self._mine is not None:
-            part = self._mine
-            self._summed_to = part.first_cell
-            jobs.append(self._sum_part(part))
-            others = [p.island for p in self.plan.participants if p.island != self._me]
-            self._inbox = {island: {} for island in others}
-            jobs += [self._with_link(island, self._collect, part) for island in others]
-            jobs += [
-                self._with_link(island, self._deliver, part)
-                for island in sorted(self._members - {self._me})
-            ]
+                    jobs.append(self._with_link(part.owner, partial(self._offer, part)))
+        if self.sum is not None:
+            jobs.append(self._reduce(self.sum))
+            for island in self.sum.senders:
+                jobs.append(self._with_link(island, partial(self._collect, self.sum)))
+            for island in sorted(self._members - {self._me}):
+                jobs.append(self._with_link(island, partial(self._deliver, self.sum)))
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(_log_failure)
@@ -126,18 +112,16 @@ class Exchange:
 
     def cells(self) -> list[bytes]:
         """All reduced cells in order; only once every part is held."""
-        return [self.reduced[i] for i in range(len(self._sizes))]
+        return [self._reduced[i] for i in range(len(self._sizes))]
 
-    async def _with_link(
-        self, island: IslandId, job: Callable[[Link, Part], Awaitable[None]], part: Part
-    ) -> None:
+    async def _with_link(self, island: IslandId, job: Callable[[Link], Awaitable[None]]) -> None:
         """Does `job` on every link there is, one after the other, until the exchange is stopped.
 
         Also after it was done: what was sent on a link that broke may not have arrived.
         """
         while True:
-            link = await self._links.link(island)
-            work = asyncio.ensure_future(job(link, part))
+            link = await self._wiring.links.link(island)
+            work = asyncio.ensure_future(job(link))
             lost = asyncio.ensure_future(link.lost.wait())
             try:
                 await asyncio.wait({work, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -159,7 +143,7 @@ class Exchange:
 
     # --- participant ---------------------------------------------------------------------------
 
-    async def _offer(self, link: Link, part: Part) -> None:
+    async def _offer(self, part: Part, link: Link) -> None:
         """Leaves of the owner's part with their proof, then cells as the owner grants them.
 
         Grants outlive the link they came on: on the next one the owner asks for what it still lacks.
@@ -172,116 +156,46 @@ class Exchange:
         await self._send(link, FrameKind.LEAVES, b"".join([*contents, *proof]), part[1:])
         while True:
             first, count = await self._grants[part.owner].get()
-            for at, cells in self._chunks(first, first + count):
+            for at, cells in chunks(self._sizes, first, first + count):
                 await self._send(
                     link, FrameKind.CELLS, b"".join(mine.cells[at : at + cells]), (at, cells)
                 )
 
     # --- owner ---------------------------------------------------------------------------------
 
-    async def _collect(self, link: Link, part: Part) -> None:
+    async def _collect(self, part_sum: PartSum, link: Link) -> None:
         """Grants credit: at most a window ahead of what is summed."""
-        granted = self._next_missing(link.island, part)
-        while granted < part.stop_cell:
-            stop = self._window_stop(part)
+        granted = part_sum.next_missing(link.island)
+        while granted < part_sum.part.stop_cell:
+            stop = part_sum.window_stop()
             if granted < stop:
                 await self._send(link, FrameKind.CREDIT, b"", (granted, stop - granted))
                 granted = stop
             else:
-                await self._until(partial(self._window_beyond, part, granted))
+                await self._until(partial(_window_beyond, part_sum, granted))
 
-    def _next_missing(self, island: IslandId, part: Part) -> int:
-        cell = self._summed_to
-        while cell < part.stop_cell and cell in self._inbox[island]:
-            cell += 1
-        return cell
-
-    def _window_beyond(self, part: Part, granted: int) -> bool:
-        return self._window_stop(part) > granted
-
-    def _window_stop(self, part: Part) -> int:
-        stop, taken = self._summed_to, 0
-        while stop < part.stop_cell and (taken == 0 or taken + self._sizes[stop] <= _WINDOW_BYTES):
-            taken += self._sizes[stop]
-            stop += 1
-        return stop
-
-    async def _sum_part(self, part: Part) -> None:
-        leaves, norms = [], np.zeros(len(self._fragment.tensors))
-        for first, count in self._chunks(part.first_cell, part.stop_cell):
-            batch = range(first, first + count)
-            await self._until(partial(self._arrived, batch))
-            for cell, encoded, cell_norms in await self._compute(self._sum_cells, batch):
-                self.reduced[cell] = encoded
-                leaves.append(leaf(digest(encoded)))
-                for tensor, norm in cell_norms:
-                    norms[tensor] += norm
-            for box in self._inbox.values():
-                for cell in batch:
-                    del box[cell]
-            self._summed_to = first + count
+    async def _reduce(self, part_sum: PartSum) -> None:
+        """Sums chunk by chunk, as soon as all of a chunk has arrived from everyone."""
+        part = part_sum.part
+        for first, count in chunks(self._sizes, part.first_cell, part.stop_cell):
+            cells = range(first, first + count)
+            await self._until(partial(part_sum.arrived, cells))
+            encoded = await self._wiring.compute(part_sum.sum_cells, cells)
+            self._reduced.update(zip(cells, encoded, strict=True))
+            part_sum.let_go(cells)
             self._changed.set()
-        part_root = PartRoot(
-            run_id=self.plan.run_id,
-            plan_id=self.plan_id,
-            first_cell=part.first_cell,
-            cells=part.cells,
-            root=root(leaves),
-            residual_before=b"",
-            residual_after=b"",
-            squared_norms=tuple(float(n) for n in norms),
-        )
-        self._signed_root = self._identity.sign("part_root", encode_part_root(part_root))
+        payload = encode_part_root(part_sum.part_root(self.plan_id))
+        self._signed_root = self._wiring.identity.sign("part_root", payload)
         self._changed.set()
         self._hooks.part_summed(self._signed_root)
         self._hold(part)
 
-    def _arrived(self, batch: range) -> bool:
-        return all(cell in box for box in self._inbox.values() for cell in batch)
-
-    def _summed(self, stop: int) -> bool:
-        return self._summed_to >= stop
-
-    def _sum_cells(self, batch: range) -> list[tuple[int, bytes, list[tuple[int, float]]]]:
-        return [(cell, *self._sum_cell(cell)) for cell in batch]
-
-    def _sum_cell(self, number: int) -> tuple[bytes, list[tuple[int, float]]]:
-        """Weighted mean of one cell in sorted island order, encoded; with its norms per tensor."""
-        cell = self._fragment.cells[number]
-        total, values, scratch = (np.zeros(cell.values, np.float32) for _ in range(3))
-        for participant in self.plan.participants:
-            data, claim = self._contributed(participant.island, number)
-            self._codec.decode(data, cell.lengths, values)
-            norm = squared_norm(values)
-            if abs(norm - claim) > _NORM_TOLERANCE * max(norm, claim):
-                raise InvariantBroken(
-                    f"{short(participant.island)} signed a squared norm of {claim} for cell {number}, "
-                    f"it is {norm}: its contribution is false"
-                )
-            add_weighted(total, values, np.float32(participant.weight), scratch)
-        encoded = self._codec.encode(total, cell.lengths)
-        self._codec.decode(encoded, cell.lengths, total)
-        norms, start = [], 0
-        for tensor, count in cell.segments:
-            norms.append((tensor, squared_norm(total[start : start + count])))
-            start += count
-        return encoded, norms
-
-    def _contributed(self, island: IslandId, cell: int) -> tuple[bytes | memoryview, float]:
-        if island == self._me and self._contribution is not None:
-            return self._contribution.cells[cell], split_leaf(
-                self._contribution.leaf_contents[cell]
-            )[1]
-        part = self._mine
-        if part is None:
-            raise InvariantBroken("only an owner sums")
-        return self._inbox[island][cell], self._leaves[island][cell - part.first_cell][1]
-
-    async def _deliver(self, link: Link, part: Part) -> None:
+    async def _deliver(self, part_sum: PartSum, link: Link) -> None:
         """Reduced cells as they are ready, then the signed root."""
-        for first, count in self._chunks(part.first_cell, part.stop_cell):
-            await self._until(partial(self._summed, first + count))
-            payload = b"".join(self.reduced[c] for c in range(first, first + count))
+        part = part_sum.part
+        for first, count in chunks(self._sizes, part.first_cell, part.stop_cell):
+            await self._until(partial(_summed, part_sum, first + count))
+            payload = b"".join(self._reduced[c] for c in range(first, first + count))
             await self._send(link, FrameKind.REDUCED, payload, (first, count))
         await self._until(lambda: self._signed_root is not None)
         if self._signed_root is not None:
@@ -293,57 +207,28 @@ class Exchange:
         """Takes one frame of this plan. Raises BadFrame; the link is closed then."""
         match frame.kind:
             case FrameKind.CREDIT:
-                self._take_credit(peer, frame)
+                part = self._part_of(peer, frame)
+                if part.owner in self._grants:
+                    self._grants[part.owner].put_nowait((frame.first_cell, frame.cells))
             case FrameKind.LEAVES:
-                self._take_leaves(peer, frame)
+                cells = frame.first_cell, frame.cells
+                self._owned().take_leaves(peer, cells, bytes(frame.payload))
             case FrameKind.CELLS:
-                self._take_cells(peer, frame)
+                self._owned().take_cells(peer, cut_cells(frame, self._sizes))
             case FrameKind.REDUCED:
-                self._take_reduced(peer, frame)
+                if self._part_of(peer, frame) not in self._held:
+                    for cell, data in cut_cells(frame, self._sizes):
+                        self._reduced[cell] = bytes(data)
             case FrameKind.PART_ROOT:
                 self._take_part_root(peer, frame)
             case _:
                 raise BadFrame(f"a {frame.kind.name} frame does not belong to a plan")
         self._changed.set()
 
-    def _take_credit(self, peer: IslandId, frame: Frame) -> None:
-        part = self._part_of(peer, frame)
-        if part.owner in self._grants:
-            self._grants[part.owner].put_nowait((frame.first_cell, frame.cells))
-
-    def _take_leaves(self, peer: IslandId, frame: Frame) -> None:
-        part, participant = self._mine, self.plan.participant(peer)
-        if part is None or participant is None or part[1:] != (frame.first_cell, frame.cells):
-            raise BadFrame("leaves of a part that is not ours")
-        body, split = bytes(frame.payload), part.cells * LEAF_BYTES
-        contents = [body[i : i + LEAF_BYTES] for i in range(0, split, LEAF_BYTES)]
-        proof = [body[i : i + DIGEST_BYTES] for i in range(split, len(body), DIGEST_BYTES)]
-        leaves = [leaf(content) for content in contents]
-        if not verify_range(participant.root, len(self._sizes), part.first_cell, leaves, proof):
-            raise BadFrame("leaves that do not lead to the contribution's root")
-        self._leaves[peer] = [split_leaf(content) for content in contents]
-
-    def _take_cells(self, peer: IslandId, frame: Frame) -> None:
-        part = self._mine
-        if part is None or peer not in self._inbox or peer not in self._leaves:
-            raise BadFrame("cells that nobody asked for")
-        if frame.first_cell < part.first_cell or frame.first_cell + frame.cells > self._window_stop(
-            part
-        ):
-            raise BadFrame("cells beyond the granted credit")
-        for cell, data in self._cut(frame):
-            if cell < self._summed_to:
-                continue
-            if digest(data) != self._leaves[peer][cell - part.first_cell][0]:
-                raise BadFrame(f"cell {cell} is not the one that was signed")
-            self._inbox[peer][cell] = data
-
-    def _take_reduced(self, peer: IslandId, frame: Frame) -> None:
-        part = self._part_of(peer, frame)
-        if part in self._held:
-            return
-        for cell, data in self._cut(frame):
-            self.reduced[cell] = bytes(data)
+    def _owned(self) -> PartSum:
+        if self.sum is None:
+            raise BadFrame("cells or leaves of a part that is not ours")
+        return self.sum
 
     def _take_part_root(self, peer: IslandId, frame: Frame) -> None:
         part = self._part_of(peer, frame)
@@ -351,7 +236,7 @@ class Exchange:
         claim = decode_part_root(verified(signed, "part_root"))
         if signed.signer != peer or claim.plan_id != self.plan_id:
             raise BadFrame("a part root of another owner or plan")
-        cells = [self.reduced.get(c) for c in range(part.first_cell, part.stop_cell)]
+        cells = [self._reduced.get(c) for c in range(part.first_cell, part.stop_cell)]
         present = [leaf(digest(c)) for c in cells if c is not None]
         if len(present) != part.cells or root(present) != claim.root:
             raise BadFrame("reduced cells that do not lead to their owner's signed root")
@@ -361,8 +246,6 @@ class Exchange:
         if part not in self._held:
             self._held.add(part)
             self._hooks.part_held(part)
-
-    # --- cells and chunks ----------------------------------------------------------------------
 
     def _part_of(self, owner: IslandId, frame: Frame) -> Part:
         for part in self.plan.parts:
@@ -374,11 +257,7 @@ class Exchange:
                 return part
         raise BadFrame(f"{short(owner)} does not own these cells")
 
-    def _chunks(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        return chunks(self._sizes, first, stop)
-
-    def _cut(self, frame: Frame) -> list[tuple[int, memoryview]]:
-        return cut_cells(frame, self._sizes)
+    # --- sending -------------------------------------------------------------------------------
 
     def measured_up_bps(self) -> float | None:
         """Rate at which links took our cells; None if too few passed to tell."""
@@ -397,27 +276,12 @@ class Exchange:
         self._sent_bytes += len(frame)
 
 
-def chunks(sizes: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs (first cell, cells) of at most CHUNK_BYTES, or one larger cell."""
-    while first < stop:
-        count, taken = 1, sizes[first]
-        while first + count < stop and taken + sizes[first + count] <= CHUNK_BYTES:
-            taken += sizes[first + count]
-            count += 1
-        yield first, count
-        first += count
+def _window_beyond(part_sum: PartSum, granted: int) -> bool:
+    return part_sum.window_stop() > granted
 
 
-def cut_cells(frame: Frame, sizes: Sequence[int]) -> list[tuple[int, memoryview]]:
-    """The cells of a chunk. Their sizes come from our layout; a wrong total is a BadFrame."""
-    stop = frame.first_cell + frame.cells
-    if stop > len(sizes) or sum(sizes[frame.first_cell : stop]) != len(frame.payload):
-        raise BadFrame(f"cells {frame.first_cell}..{stop} do not have {len(frame.payload)} bytes")
-    cells, start = [], 0
-    for cell in range(frame.first_cell, stop):
-        cells.append((cell, memoryview(frame.payload)[start : start + sizes[cell]]))
-        start += sizes[cell]
-    return cells
+def _summed(part_sum: PartSum, stop: int) -> bool:
+    return part_sum.summed_to >= stop
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 import structlog
 
-from node.exchange import chunks, cut_cells
+from node.cell_chunks import chunks, cut_cells
 from node.replica import Replica, tensors_of
 from outer_optimizer.transform import FloatArray
 from protocol import atoll_peer_pb2 as pb

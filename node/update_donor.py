@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import structlog
 
-from node.exchange import chunks, cut_cells
+from node.cell_chunks import chunks, cut_cells
 from node.run_state import RunState
 from node.update_log import reduced_root_of
 from protocol import atoll_peer_pb2 as pb

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from node.cell_chunks import CHUNK_BYTES, chunks, cut_cells
 from node.contribution import Contribution, make_contribution
-from node.exchange import CHUNK_BYTES, Exchange, Hooks, Wiring, chunks, cut_cells
+from node.exchange import Exchange, Hooks, Wiring
 from node.peer_links import PeerLinks
 from outer_optimizer.aggregate import weighted_mean
 from outer_optimizer.codec import Codec, codec_for
@@ -185,8 +186,8 @@ def test_each_contribution_and_each_sum_crosses_each_link_once() -> None:
 def test_an_owner_holds_a_window_per_peer_never_a_whole_contribution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("node.exchange.CHUNK_BYTES", 16 << 10)
-    monkeypatch.setattr("node.exchange._WINDOW_BYTES", 64 << 10)
+    monkeypatch.setattr("node.cell_chunks.CHUNK_BYTES", 16 << 10)
+    monkeypatch.setattr("node.part_sum.WINDOW_BYTES", 64 << 10)
     world = World(fragment_of((500, 1_000), cell_values=4_096), codec_for("fp32"))
     most = 0
 
@@ -196,15 +197,16 @@ def test_an_owner_holds_a_window_per_peer_never_a_whole_contribution(
             await asyncio.sleep(0)
             for side in world.sides:
                 assert side.exchange is not None
-                for box in side.exchange._inbox.values():
-                    most = max(most, sum(len(data) for data in box.values()))
+                assert side.exchange.sum is not None
+                for sender in side.exchange.sum.senders:
+                    most = max(most, side.exchange.sum.held_bytes(sender))
 
     exchange(world, watch)
     assert 0 < most <= 64 << 10
 
 
 def test_links_that_break_in_mid_exchange_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.exchange.CHUNK_BYTES", 16 << 10)
+    monkeypatch.setattr("node.cell_chunks.CHUNK_BYTES", 16 << 10)
 
     async def cut(world: World) -> None:
         for _ in range(5):
@@ -249,7 +251,7 @@ def test_a_changed_byte_in_a_contribution_never_reaches_the_sum(
 @pytest.mark.parametrize(
     ("kind", "cells", "payload", "said"),
     [
-        (FrameKind.CELLS, (0, 1), b"x", "nobody asked for"),
+        (FrameKind.CELLS, (0, 1), b"x" * 16_384, "nobody asked for"),
         (FrameKind.LEAVES, (0, 1), b"x" * 40, "not ours"),
         (FrameKind.REDUCED, (0, 1), b"x", "does not own"),
         (FrameKind.STATE, (0, 1), b"", "does not belong to a plan"),

@@ -638,7 +638,7 @@ def play(world: World, move: tuple[str, int, int], term: int) -> None:
             world.promise(number)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 5),
