@@ -30,7 +30,6 @@ from protocol.wire import (
     decode_part_root,
     decode_plan,
     decode_ready,
-    decode_record,
     decode_report,
     encode_genesis,
     encode_record,
@@ -112,9 +111,10 @@ class Coordinator:
 
     def register(self, request: pb.RegisterRequest) -> pb.RegisterReply:
         signed = signed_from_pb(request.registration)
-        event = registration_event(
-            parse(pb.Registration, verified(signed, "registration")), signed.signer
-        )
+        registration = parse(pb.Registration, verified(signed, "registration"))
+        if registration.run_id != self.chain.run_id:
+            raise BadFrame(f"this is run {self.chain.run_id}, not {registration.run_id}")
+        event = registration_event(registration, signed.signer)
         reply = pb.RegisterReply(
             term=term_to_pb(self.term), heartbeat_s=self._run.spec.sync.heartbeat_s
         )
@@ -151,11 +151,13 @@ class Coordinator:
                 return self._decide(r.ReportArrived(signed, decode_report(payload)))
             case "gone":
                 gone = parse(pb.Gone, payload)
-                return self._decide(r.GoneArrived(gone.round, gone.root))
+                return self._decide(r.GoneArrived(signed.signer, gone.round, gone.root))
             case "part_root":
                 decode_part_root(payload)
                 self._publish(pb.Event(part_root=signed_to_pb(signed)))
             case "progress":
+                if signed.signer not in self._membership.present:
+                    return "register first"
                 self._progress[signed.signer] = parse(pb.Progress, payload)
             case "leave":
                 self._left.add(signed.signer)
@@ -208,8 +210,8 @@ class Coordinator:
         return rejected
 
     def _append(self, closed: ClosedRecord) -> None:
-        self._store.append(decode_record(closed.record).slot, closed)
-        record = self.chain.append(closed)
+        record = self.chain.append(closed)  # checks it first: what does not hold is never stored
+        self._store.append(record.slot, closed)
         self._proposer.slot_closed()
         self._publish(pb.Event(record=closed_to_pb(closed)))
         log.info(

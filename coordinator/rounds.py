@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.chain import Chain, matching, record_for
+from protocol.chain import Chain, matching, record_for, reports_on
 from protocol.layout import Layout
 from protocol.messages import (
     Ballot,
@@ -52,8 +52,9 @@ class ReportArrived:
 
 @dataclass(frozen=True)
 class GoneArrived:
-    """The bytes behind this root no longer exist."""
+    """An island says that the bytes behind its own root no longer exist."""
 
+    island: IslandId
     round: int
     root: Digest
 
@@ -112,10 +113,9 @@ class _Open:
     """The slot after the head."""
 
     readies: dict[IslandId, Ready] = field(default_factory=dict)
-    gone: set[Digest] = field(default_factory=set)
+    gone: set[tuple[IslandId, Digest]] = field(default_factory=set)
     plan: Plan | None = None
     plan_bytes: bytes = b""
-    first_pairs: tuple[tuple[IslandId, Digest], ...] = ()
     attempt: int = 0
     quorum_since_s: float | None = None
     reports: dict[IslandId, tuple[Signed, Report]] = field(default_factory=dict)
@@ -161,9 +161,9 @@ class Proposer:
                 effects += self._ready(signed.signer, ready)
             case ReportArrived(signed, report):
                 effects += self._report(signed, report)
-            case GoneArrived(round_, root):
-                if round_ == self._slot:
-                    self._open.gone.add(root)
+            case GoneArrived(island, round_, root):
+                if round_ == self._slot and island in self._chain.members:
+                    self._open.gone.add((island, root))
             case AliveChanged(alive, promised):
                 self._alive, self._promised = alive, promised
             case Tick():
@@ -186,11 +186,11 @@ class Proposer:
     # --- what arrives --------------------------------------------------------------------------
 
     def _ready(self, island: IslandId, ready: Ready) -> list[Effect]:
-        base = self._chain.bases[self._chain.fragment_of(ready.round)]
-        if island not in self._chain.members:
+        if island not in self._chain.members or ready.run_id != self._chain.run_id:
             return [Reject("not a member of this run's view")]
         if ready.round != self._slot or self._chain.finished:
             return [Reject(f"round {ready.round} is not open: the open one is {self._slot}")]
+        base = self._chain.bases[self._chain.fragment_of(ready.round)]
         if (ready.base_round, ready.base_root) != (base.round, base.root):
             return [
                 Reject(f"the base is not the committed one of round {base.round}: catch up first")
@@ -203,8 +203,8 @@ class Proposer:
         plan = self._open.plan
         if plan is None or report.plan_id != plan_id(self._open.plan_bytes):
             return [Reject("this plan is not the latest of its slot")]
-        if report.ballot != plan.ballot or signed.signer not in self._chain.members:
-            return [Reject("a report of another term, or of no member")]
+        if signed.signer not in self._chain.members or not reports_on(report, plan):
+            return [Reject("a report of no member, or not on what the plan says")]
         self._open.reports[signed.signer] = (signed, report)
         return []
 
@@ -220,7 +220,6 @@ class Proposer:
             return self._close() or self._replan(now_s)
         if self._inherited is not None:
             inherited, self._inherited = self._inherited, None
-            self._open.first_pairs = inherited.pairs
             return self._propose(inherited.kind, inherited.participants)
         if self._chain.committed_tokens >= self._target_tokens:
             return self._propose(SlotKind.FINISH, ())
@@ -236,7 +235,6 @@ class Proposer:
         if len(ready) < len(self._chain.view) and waited_s < self._sync.grace_s:
             return []
         islands = sorted(ready)
-        self._open.first_pairs = tuple((i, ready[i].root) for i in islands)
         return self._propose(SlotKind.COMMIT, self._weighted(islands))
 
     def _weighted(self, islands: list[IslandId]) -> tuple[Participant, ...]:
@@ -252,7 +250,7 @@ class Proposer:
         plan = self._open.plan
         if plan is None or plan.kind is not SlotKind.COMMIT:
             return []
-        left = [p for p in plan.participants if p.root not in self._open.gone]
+        left = [p for p in plan.participants if (p.island, p.root) not in self._open.gone]
         if len(left) == len(plan.participants):
             return []
         if len(left) < self._quorum or self._open.attempt >= self._sync.max_attempts:
@@ -295,10 +293,17 @@ class Proposer:
         self._parts[fragment] = parts
         return parts
 
+    def _needed(self, plan: Plan) -> int:
+        """Reports that close the slot. The run ends only when all who are alive have come to its end: after
+        it nobody is left to fetch a missed round from."""
+        if plan.kind is SlotKind.FINISH:
+            return max(self._chain.durability, len(self._alive & self._chain.members))
+        return self._chain.durability
+
     def _close(self) -> list[Effect]:
         plan = self._open.plan
         reports = matching(self._open.reports.values(), self._chain.members)
-        if plan is None or len(reports) < self._chain.durability:
+        if plan is None or len(reports) < self._needed(plan):
             return []
         outcome = self._open.reports[reports[0].signer][1].outcome
         record = record_for(plan, outcome, self._chain.head_hash, self._chain)

@@ -52,7 +52,7 @@ class Store:
 
     def save_plan(self, slot: int, attempt: int, plan: bytes) -> None:
         self._db.execute(
-            "INSERT INTO plans VALUES (?, ?, (SELECT count(*) FROM plans), ?)",
+            "INSERT INTO plans VALUES (?, ?, (SELECT coalesce(max(made) + 1, 0) FROM plans), ?)",
             (slot, attempt, plan),
         )
 

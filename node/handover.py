@@ -74,11 +74,12 @@ class Handover:
         """How the trainer is to apply this commit; updates the books."""
         state = self.fragments[fragment]
         mine, kept = commit.participant(self.me), state.snapshot
+        jumped = max(1, (round_ - state.given_round) // len(self.fragments))
         state.given_round, state.snapshot = round_, None
         if mine is not None:
             state.missed = 0
             return self._listed(fragment, mine.root, kept)
-        state.missed += 1
+        state.missed += jumped
         if self.late == "drop" or state.missed > self.max_carry_rounds:
             state.missed = 0
             return self._reset(fragment)

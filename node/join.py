@@ -94,6 +94,7 @@ async def _live(
     """Daemon and trainer side by side, until the run is finished; an error in either ends both."""
     following = asyncio.create_task(daemon.run(client, missing))
     trainer: TrainerProcess | None = None
+    training: asyncio.Task[None] | None = None
     try:
         await _first(following, daemon.opened.wait(), daemon.finished.wait())
         if not daemon.finished.is_set():
@@ -106,8 +107,9 @@ async def _live(
                 training.result()
         await daemon.say_goodbye()
     finally:
-        if trainer is not None:
+        if trainer is not None and training is not None:
             await trainer.stop()
+            await asyncio.gather(training, return_exceptions=True)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 

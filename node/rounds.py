@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +24,11 @@ from node.run_state import RunState, committed
 from node.site import Site
 from node.trainer_desk import TrainerDesk
 from node.update_donor import fetch_update
+from outer_optimizer.encoding import BadEncoding
+from outer_optimizer.finite import NonFinite
 from protocol import atoll_coordinator_pb2 as pb
 from protocol import round as rm
-from protocol.errors import InvariantBroken
+from protocol.errors import InvariantBroken, TrainerFailed
 from protocol.frames import Frame
 from protocol.identity import short, verified
 from protocol.messages import ClosedRecord, Digest, IslandId, Plan, Ready, Record, Signed, Term
@@ -33,7 +36,6 @@ from protocol.state_dir import write_atomically
 from protocol.wire import (
     decode_part_root,
     decode_plan,
-    encode_plan,
     encode_ready,
     encode_report,
     plan_id,
@@ -43,6 +45,7 @@ log = structlog.get_logger()
 
 _RETRY_S = 0.5
 _EARLY_FRAMES = 256
+_PAST_PLANS = 64
 
 Put = Callable[..., None]
 """put(coroutine function, *arguments): to be run in the daemon's one task, after what waits already."""
@@ -76,6 +79,8 @@ class Rounds:
         self._contribution: Contribution | None = None
         self._exchange: Exchange | None = None
         self._early: list[tuple[IslandId, Frame]] = []
+        self._past_plans: deque[Digest] = deque(maxlen=_PAST_PLANS)
+        self._plan_bytes = b""
         self._part_roots: dict[tuple[Digest, int], Signed] = {}
         self._up_bps = 0.0
         self.addresses: dict[IslandId, str] = {}
@@ -94,6 +99,7 @@ class Rounds:
         return not any(isinstance(effect, rm.RefuseTerm) for effect in effects)
 
     async def take_plan(self, plan_bytes: bytes) -> None:
+        self._plan_bytes = plan_bytes
         await self._step(rm.PlanArrived(decode_plan(plan_bytes), plan_id(plan_bytes)))
 
     async def take_record(self, closed: ClosedRecord) -> None:
@@ -121,7 +127,7 @@ class Rounds:
         exchange = self._exchange
         if exchange is not None and exchange.plan_id == frame.plan_id:
             exchange.receive(peer, frame)
-        elif len(self._early) < _EARLY_FRAMES:
+        elif frame.plan_id not in self._past_plans and len(self._early) < _EARLY_FRAMES:
             self._early.append((peer, frame))
 
     def say_again(self) -> None:
@@ -157,14 +163,15 @@ class Rounds:
                     self._around.outbox.sign_and_put("gone", gone.SerializeToString())
                 case rm.Stage(plan, pid):
                     await self._stage(plan, pid)
-                case rm.Vote(report, plan):
+                case rm.Vote(report):
                     signed = self._around.wiring.identity.sign("report", encode_report(report))
-                    self._state.journal.vote(report.slot, signed, encode_plan(plan))
+                    self._state.journal.vote(report.slot, signed, self._plan_bytes)
                     self._around.outbox.put("report", signed)
                 case rm.Apply(record, staged):
                     await self._apply(record, staged)
                 case rm.SkipRound(record):
                     self._events.write("void", round=record.slot)
+                    await self._desk.skipped()
                     await self.offer()
                 case rm.Finish():
                     await self._finish()
@@ -194,6 +201,7 @@ class Rounds:
     async def stop_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
+            self._past_plans.append(exchange.plan_id)
             self._up_bps = exchange.measured_up_bps() or self._up_bps
             await exchange.stop()
 
@@ -202,7 +210,12 @@ class Rounds:
             return
         cells = self._exchange.cells()
         compute = self._around.wiring.compute
-        reduced_root, new_root = await compute(self._state.stage, plan.slot, cells)
+        try:
+            reduced_root, new_root = await compute(self._state.stage, plan.slot, cells)
+        except (NonFinite, BadEncoding) as error:
+            raise InvariantBroken(
+                f"round {plan.slot}: the sum cannot be applied: {error}"
+            ) from None
         await self._step(rm.Staged(pid, reduced_root, new_root))
 
     async def _apply(self, record: Record, staged: bool) -> None:
@@ -248,7 +261,10 @@ class Rounds:
         round_ = self._state.chain.head_slot + 1
         if self._desk.waiting is None or not self._machine.may_replace_contribution(round_):
             return
-        contribution = await self._desk.contribution()
+        try:
+            contribution = await self._desk.contribution()
+        except NonFinite as error:
+            raise TrainerFailed(f"training has diverged: {error}: try a lower inner.lr") from None
         if contribution is None:
             return
         self._contribution = contribution

@@ -17,7 +17,6 @@ from protocol.errors import ConfigError
 from protocol.spec import Data, Inner, Model, Positive, Table, parse_table
 
 VARIABLE = "ATOLL_TRAINER_SETTINGS"
-BYTE_VALUES = 256
 
 
 class TrainerSettings(Table):
@@ -43,18 +42,8 @@ class TrainerSettings(Table):
                 f"target_tokens = {self.target_tokens} is less than one step of all islands, "
                 f"{self.step_tokens} tokens: raise it"
             )
-        if self.inner.warmup_tokens >= self.target_tokens:
-            raise ValueError(
-                f"inner.warmup_tokens = {self.inner.warmup_tokens} must be below "
-                f"target_tokens = {self.target_tokens}"
-            )
         if self.data.tokenizer == "bpe" and self.tokenizer_path is None:
             raise ValueError('tokenizer_path: data.tokenizer = "bpe" needs a tokenizer file')
-        if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_VALUES:
-            raise ValueError(
-                f"model.vocab_size = {self.model.vocab_size} must be at least {BYTE_VALUES} "
-                f'with data.tokenizer = "bytes"'
-            )
         return self
 
     @property

@@ -68,7 +68,7 @@ class TrainerDesk:
             return difference
         chain, replica = self._state.chain, self._state.replica
         self.waiting = self.totals = None
-        self._steps_before = chain.steps_by_island.get(self._me, 0) // len(replica.rounds)
+        self._steps_before = chain.steps_of(self._me)
         self.handover.begin(hello.incarnation, self._steps_before, list(replica.rounds))
         for number, buffers in enumerate(self._buffers):
             np.copyto(buffers[0].values, replica.anchor(number))
@@ -110,7 +110,7 @@ class TrainerDesk:
         if fragment.given_round < self._state.replica.rounds[boundary.fragment]:
             await self._catch_up(boundary)
         elif self._state.fragment_of(self._next_round) != boundary.fragment:
-            await self._go_on(boundary)
+            await self._go_on(boundary, self._state.inner_steps(self._next_round))
 
     async def contribution(self) -> Contribution | None:
         """This island's contribution to the next round, from the waiting trainer's snapshot."""
@@ -134,6 +134,12 @@ class TrainerDesk:
         """The daemon has applied a commit: if the trainer waits for this fragment, hand it over."""
         if self.waiting is not None and self.waiting.fragment == committed(record).fragment:
             await self._hand_over(self.waiting, record)
+
+    async def skipped(self) -> None:
+        """A round closed without a sum: what waits for another fragment than the next one's goes on."""
+        waiting = self.waiting
+        if waiting is not None and self._state.fragment_of(self._next_round) != waiting.fragment:
+            await self._go_on(waiting, steps=0)
 
     async def _catch_up(self, boundary: Boundary) -> None:
         """Rounds of this fragment closed while the trainer was under way: one jump over all of them."""
@@ -173,12 +179,12 @@ class TrainerDesk:
             )
         )
 
-    async def _go_on(self, boundary: Boundary) -> None:
+    async def _go_on(self, boundary: Boundary, steps: int) -> None:
         self.waiting = None
         await self._link.send(
             GoOn(
                 sequence=boundary.sequence,
-                next_edge_step=boundary.step + self._state.inner_steps(self._next_round),
+                next_edge_step=boundary.step + steps,
                 next_fragment=self._state.fragment_of(self._next_round),
             )
         )

@@ -22,24 +22,23 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from protocol import atoll_records_pb2 as protocol_dot_atoll__records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protocol/atoll_peer.proto\x12\x08\x61toll.v1\x1a\x1cprotocol/atoll_records.proto\"\x07\n\x05\x46rame\"+\n\tPeerHello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06island\x18\x02 \x01(\x0c\"D\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x12\n\nfirst_cell\x18\x03 \x01(\r\"[\n\rUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0creduced_root\x18\x02 \x01(\x0c\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x12\n\nfirst_cell\x18\x04 \x01(\r2\xa2\x01\n\x04Peer\x12\x30\n\x08\x45xchange\x12\x0f.atoll.v1.Frame\x1a\x0f.atoll.v1.Frame(\x01\x30\x01\x12\x32\n\x05State\x12\x16.atoll.v1.StateRequest\x1a\x0f.atoll.v1.Frame0\x01\x12\x34\n\x06Update\x12\x17.atoll.v1.UpdateRequest\x1a\x0f.atoll.v1.Frame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protocol/atoll_peer.proto\x12\x08\x61toll.v1\"\x07\n\x05\x46rame\"+\n\tPeerHello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06island\x18\x02 \x01(\x0c\"D\n\x0cStateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08\x66ragment\x18\x02 \x01(\r\x12\x12\n\nfirst_cell\x18\x03 \x01(\r\"[\n\rUpdateRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0creduced_root\x18\x02 \x01(\x0c\x12\x10\n\x08\x66ragment\x18\x03 \x01(\r\x12\x12\n\nfirst_cell\x18\x04 \x01(\r2\xa2\x01\n\x04Peer\x12\x30\n\x08\x45xchange\x12\x0f.atoll.v1.Frame\x1a\x0f.atoll.v1.Frame(\x01\x30\x01\x12\x32\n\x05State\x12\x16.atoll.v1.StateRequest\x1a\x0f.atoll.v1.Frame0\x01\x12\x34\n\x06Update\x12\x17.atoll.v1.UpdateRequest\x1a\x0f.atoll.v1.Frame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.atoll_peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FRAME']._serialized_start=69
-  _globals['_FRAME']._serialized_end=76
-  _globals['_PEERHELLO']._serialized_start=78
-  _globals['_PEERHELLO']._serialized_end=121
-  _globals['_STATEREQUEST']._serialized_start=123
-  _globals['_STATEREQUEST']._serialized_end=191
-  _globals['_UPDATEREQUEST']._serialized_start=193
-  _globals['_UPDATEREQUEST']._serialized_end=284
-  _globals['_PEER']._serialized_start=287
-  _globals['_PEER']._serialized_end=449
+  _globals['_FRAME']._serialized_start=39
+  _globals['_FRAME']._serialized_end=46
+  _globals['_PEERHELLO']._serialized_start=48
+  _globals['_PEERHELLO']._serialized_end=91
+  _globals['_STATEREQUEST']._serialized_start=93
+  _globals['_STATEREQUEST']._serialized_end=161
+  _globals['_UPDATEREQUEST']._serialized_start=163
+  _globals['_UPDATEREQUEST']._serialized_end=254
+  _globals['_PEER']._serialized_start=257
+  _globals['_PEER']._serialized_end=419
 # @@protoc_insertion_point(module_scope)

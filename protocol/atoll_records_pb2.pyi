@@ -223,7 +223,7 @@ class Ready(message.Message):
     run_id: builtins.str
     round: builtins.int
     base_round: builtins.int
-    """last committed round of the fragment, -1 = start state"""
+    """last committed round of the fragment, 0 = start state"""
     base_root: builtins.bytes
     revision: builtins.int
     root: builtins.bytes

@@ -63,9 +63,8 @@ class Chain:
         self.view: tuple[Member, ...] = ()
         self.view_slot = 0
         self.bases: list[Base] = []
-        self.committed_tokens = 0
-        self.tokens_by_island: dict[IslandId, int] = {}
-        self.steps_by_island: dict[IslandId, int] = {}
+        self._fragment_tokens = 0
+        self._fragment_steps: dict[IslandId, int] = {}
         self.finished = False
 
     @property
@@ -85,6 +84,15 @@ class Chain:
     def durability(self) -> int:
         """Matching reports that close a slot under the present view."""
         return self._durability(len(self.view))
+
+    @property
+    def committed_tokens(self) -> int:
+        """Tokens that have entered the anchor; a token counts when all fragments have it."""
+        return self._fragment_tokens // max(1, len(self.bases))
+
+    def steps_of(self, island: IslandId) -> int:
+        """Inner steps of this island that have entered the anchor."""
+        return self._fragment_steps.get(island, 0) // max(1, len(self.bases))
 
     def fragment_of(self, round_: int) -> int:
         return round_ % len(self.bases)
@@ -127,6 +135,8 @@ class Chain:
         genesis = decode_genesis(verified(signed, "genesis"))
         self.start = verified_start(genesis.start, signed.signer)
         self.view = genesis.view
+        if self.start.run_id != self.run_id:
+            raise BadFrame(f"genesis of run {self.start.run_id}, this is run {self.run_id}")
         self.bases = [Base(0, root) for root in self.start.fragment_roots]
 
     def _check_certificate(self, record: Record, certificate: Certificate) -> None:
@@ -136,8 +146,14 @@ class Chain:
         outcome = votes[0].outcome if votes else (b"", b"")
         expected = record_for(plan, outcome, self.head_hash, self)
         pid = plan_id(certificate.plan)
+        if plan.run_id != self.run_id or plan.view_slot != self.view_slot:
+            raise BadFrame(f"record of slot {record.slot}: its plan is of another run or view")
+        if plan.kind is SlotKind.COMMIT and (
+            Base(plan.base_round, plan.base_root) != self.bases[self.fragment_of(plan.slot)]
+        ):
+            raise BadFrame(f"record of slot {record.slot}: its plan builds on another base")
         if len(signers) < self.durability or not all(
-            vote.plan_id == pid and vote.outcome == outcome and vote.slot == record.slot
+            vote.plan_id == pid and vote.outcome == outcome and reports_on(vote, plan)
             for vote in votes
         ):
             raise BadFrame(
@@ -153,13 +169,9 @@ class Chain:
         if commit is None:
             return
         self.bases[commit.fragment] = Base(record.slot, commit.new_root)
-        self.committed_tokens += commit.tokens
+        self._fragment_tokens += commit.tokens
         for p in commit.participants:
-            for totals, amount in (
-                (self.tokens_by_island, p.tokens),
-                (self.steps_by_island, p.steps),
-            ):
-                totals[p.island] = totals.get(p.island, 0) + amount
+            self._fragment_steps[p.island] = self._fragment_steps.get(p.island, 0) + p.steps
 
 
 def verified_start(signed: Signed, owner: IslandId) -> Start:
@@ -191,6 +203,16 @@ def record_for(
             residual_digest=plan.residual_digest,
         )
     return Record(chain.run_id, plan.slot, plan.kind, previous, None, commit)
+
+
+def reports_on(report: Report, plan: Plan) -> bool:
+    """The report speaks of this very plan, and of an outcome that a plan of its kind can have."""
+    roots = report.reduced_root and report.new_root
+    return (
+        (report.run_id, report.ballot, report.slot) == (plan.run_id, plan.ballot, plan.slot)
+        and (report.base_root, report.view_slot) == (plan.base_root, plan.view_slot)
+        and bool(roots) == (plan.kind is SlotKind.COMMIT)
+    )
 
 
 def genesis_record(run_id: str, genesis: Signed) -> Record:

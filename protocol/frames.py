@@ -34,6 +34,9 @@ class FrameKind(IntEnum):
     MISSING = 9  # the other side does not hold what was asked for
 
 
+_CELLS = frozenset({FrameKind.CELLS, FrameKind.REDUCED, FrameKind.STATE})
+
+
 class Frame(NamedTuple):
     kind: FrameKind
     plan_id: bytes
@@ -63,6 +66,8 @@ def decode_frame(data: bytes) -> Frame:
         raise BadFrame("not an Atoll frame of version 1")
     if size != len(data) - _HEADER.size:
         raise BadFrame(f"a frame says {size} payload bytes and has {len(data) - _HEADER.size}")
+    if kind in _CELLS and size > MAX_CHUNK_BYTES:
+        raise BadFrame(f"a chunk of {size} bytes, at most {MAX_CHUNK_BYTES} are allowed")
     try:
         return Frame(FrameKind(kind), plan_id, first_cell, cells, memoryview(data)[_HEADER.size :])
     except ValueError:

@@ -14,11 +14,19 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protocol.errors import AddressInUse, AtollError, BadFrame, PeerUnreachable, StreamClosed
+from protocol.errors import (
+    AddressInUse,
+    AtollError,
+    BadFrame,
+    ConfigError,
+    PeerUnreachable,
+    StreamClosed,
+)
 from protocol.frames import MAX_MESSAGE_BYTES
 from protocol.transport import CallHandler, Connection, Server, Stream, StreamHandler
 
 _PREFIX = "/atoll.v1."
+_LAST_PORT = 65_535
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -45,7 +53,7 @@ class GrpcTransport:
     ) -> Server:
         server = grpc.aio.server(options=_OPTIONS)
         server.add_generic_rpc_handlers((_Methods(calls, streams),))
-        host = address.rpartition(":")[0]
+        host = host_of(address)
         try:
             port = server.add_insecure_port(address)
         except RuntimeError:
@@ -135,11 +143,13 @@ class _GrpcConnection:
         self._address, self._channel = address, channel
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        stub: Any = self._channel.unary_unary(_PREFIX + method)
         try:
+            stub: Any = self._channel.unary_unary(_PREFIX + method)
             answer: bytes = await stub(request, timeout=timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
+        except grpc.aio.UsageError as error:
+            raise PeerUnreachable(f"{self._address}: {error}") from None
         return answer
 
     async def stream(self, method: str) -> Stream:
@@ -160,6 +170,9 @@ class _ClientStream:
             raise _mapped(error, self._address) from None
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise StreamClosed(f"{self._address}: the stream is closed: {error}") from None
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
 
     async def receive(self) -> bytes | None:
         try:
@@ -169,13 +182,30 @@ class _ClientStream:
             code = await self._call.code()
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
+        except asyncio.CancelledError:
+            self._raise_if_closed()
+            raise
         if code is not grpc.StatusCode.OK:
             raise StreamClosed(f"{self._address}: {code.name}: {await self._call.details()}")
         return None
 
+    def _raise_if_closed(self) -> None:
+        """grpc tells a cancelled call by CancelledError, as if it were the task that was cancelled."""
+        task = asyncio.current_task()
+        if self._call.cancelled() and not (task is not None and task.cancelling()):
+            raise StreamClosed(f"{self._address}: closed on this side")
+
     async def close(self) -> None:
         if not self._call.done():
             self._call.cancel()
+
+
+def host_of(address: str) -> str:
+    """Raises ConfigError unless the address is host:port with a port of 0 to 65535."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > _LAST_PORT:
+        raise ConfigError(f"{address}: an address is host:port, with a port of 0 to {_LAST_PORT}")
+    return host
 
 
 def _mapped(error: grpc.aio.AioRpcError, address: str) -> AtollError:

@@ -59,18 +59,23 @@ def load_or_create(path: Path) -> Identity:
 
 
 def create(path: Path, secret: bytes) -> None:
-    """Writes a new key file; an existing one is never overwritten."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret.hex() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes a new key file, whole or not at all; an existing one is never overwritten."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secret.hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
 
 
 def load(path: Path) -> Identity:
-    text = path.read_text()
+    data = path.read_bytes()
     try:
-        secret = bytes.fromhex(text.strip())
+        secret = bytes.fromhex(data.decode().strip())
     except ValueError:
         secret = b""
     if len(secret) != KEY_BYTES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from protocol.errors import AddressInUse, PeerUnreachable, StreamClosed
+from protocol.errors import AddressInUse, AtollError, PeerUnreachable, StreamClosed
 from protocol.transport import CallHandler, Connection, Server, Stream, StreamHandler
 
 _QUEUED_MESSAGES = 16
@@ -69,10 +69,11 @@ class _MemoryServer:
         async def run() -> None:
             try:
                 await handler(_MemoryStream(down, up))
-            except StreamClosed:
+            except AtollError:
                 down.break_off()
             finally:
                 down.end()
+                up.break_off()
 
         task = asyncio.get_running_loop().create_task(run())
         entry = (task, up, down)
@@ -102,7 +103,9 @@ class _MemoryConnection:
         return server
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
-        handler = self._server().calls[method]
+        handler = self._server().calls.get(method)
+        if handler is None:
+            raise StreamClosed(f"{self._address}: UNIMPLEMENTED: {method}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await handler(request)
@@ -111,6 +114,8 @@ class _MemoryConnection:
 
     async def stream(self, method: str) -> Stream:
         server = self._server()
+        if method not in server.streams:
+            raise StreamClosed(f"{self._address}: UNIMPLEMENTED: {method}")
         return server.accept(server.streams[method])
 
     async def close(self) -> None:

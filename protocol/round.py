@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from protocol.errors import InvariantBroken
 from protocol.messages import (
     NO_TERM,
     Ballot,
@@ -227,7 +228,9 @@ class RoundMachine:
             return effects
         if known is not None:
             if known.plan_id == plan_id:
-                return effects + self._vote_again(known)
+                return effects + self._say_again(known)
+            if known.plan.ballot == plan.ballot:
+                raise InvariantBroken(f"two plans of slot {plan.slot} under one ballot")
             if known.plan.ballot > plan.ballot:
                 return effects
             effects.append(Abandon(known.plan_id))
@@ -235,10 +238,14 @@ class RoundMachine:
         if plan.kind is not SlotKind.COMMIT:
             slot.staged = Staged(plan_id, b"", b"")
             return effects + self._vote(slot)
+        gone = self._gone(plan)
+        return [*effects, *gone] if gone else [*effects, Exchange(plan, plan_id)]
+
+    def _gone(self, plan: Plan) -> list[Effect]:
         mine = plan.participant(self.me)
-        if mine is not None and self.held_roots.get(plan.slot) != mine.root:
-            return [*effects, ReportGone(plan, mine.root)]
-        return [*effects, Exchange(plan, plan_id)]
+        if mine is None or self.held_roots.get(plan.slot) == mine.root:
+            return []
+        return [ReportGone(plan, mine.root)]
 
     def _part_held(self, plan_id: Digest, part: Part) -> list[Effect]:
         slot = self._open(plan_id)
@@ -254,9 +261,9 @@ class RoundMachine:
         slot.staged = staged
         return self._vote(slot)
 
-    def _vote_again(self, slot: _Slot) -> list[Effect]:
-        """The same plan once more: the coordinator has not heard the vote, or has forgotten it."""
-        return self._vote(slot) if slot.staged is not None else []
+    def _say_again(self, slot: _Slot) -> list[Effect]:
+        """The same plan once more: the coordinator has not heard our answer, or has forgotten it."""
+        return self._vote(slot) if slot.staged is not None else self._gone(slot.plan)
 
     def _vote(self, slot: _Slot) -> list[Effect]:
         plan, staged = slot.plan, slot.staged

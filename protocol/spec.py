@@ -21,6 +21,7 @@ from protocol.errors import ConfigError
 from protocol.merkle import digest
 
 MAX_SPEC_BYTES = 1 << 20
+BYTE_VALUES = 256
 _LIKENESS = 0.5  # of a mistyped key to the right one
 
 T = TypeVar("T", bound=BaseModel)
@@ -70,7 +71,7 @@ class Inner(Table):
     beta1: Fraction = 0.9
     beta2: Fraction = 0.99
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     batch_size: Positive = 8
@@ -168,6 +169,20 @@ class RunSpec(Table):
     sync: Sync = Sync()
     trust: Trust = Trust()
 
+    @model_validator(mode="after")
+    def _tables_agree(self) -> RunSpec:
+        if self.inner.warmup_tokens >= self.target_tokens:
+            raise ValueError(
+                f"inner.warmup_tokens = {self.inner.warmup_tokens} must be below "
+                f"target_tokens = {self.target_tokens}"
+            )
+        if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_VALUES:
+            raise ValueError(
+                f"model.vocab_size = {self.model.vocab_size} must be at least {BYTE_VALUES} "
+                f'with data.tokenizer = "bytes"'
+            )
+        return self
+
     def canonical_json(self) -> bytes:
         return json.dumps(
             self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True
@@ -193,7 +208,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: larger than {MAX_SPEC_BYTES} bytes: is this the right file?")
     try:
         return tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -207,7 +222,7 @@ def spec_from_json(data: bytes, source: str) -> RunSpec:
         raise ConfigError(f"{source}: a spec of {len(data)} bytes is too large")
     try:
         table = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid JSON: {error}") from None
     return parse_spec(table, source)
 
@@ -217,7 +232,7 @@ def parse_table(model: type[T], table: Any, source: str) -> T:
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        lines = [f"{source}: {line}" for line in _fault_lines(model, error)]
+        lines = [f"{source}: {' '.join(line.split())}" for line in _fault_lines(model, error)]
         raise ConfigError("\n".join(lines)) from None
 
 

@@ -26,7 +26,9 @@ class Stream(Protocol):
         Raises StreamClosed when the stream broke off instead."""
 
     async def close(self) -> None:
-        """Nothing more will be sent. Safe to call twice."""
+        """Ends the stream from this side: nothing more is sent or wanted, what is under way may be lost.
+
+        A receive that waits ends with StreamClosed or None. Safe to call twice."""
 
 
 class Connection(Protocol):
