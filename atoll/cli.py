@@ -185,15 +185,14 @@ def coordinator_serve(
     """Only the coordinator: needs no torch and never sees a tensor."""
     from atoll.process import run_to_end
     from atoll.run_start import write_listening
-    from coordinator.coordinator import Coordinator
     from coordinator.service import serve_run
     from protocol.grpc_transport import GrpcTransport
     from protocol.run_files import run_directory
 
-    def listening(address: str, coordinator: Coordinator) -> None:
-        typer.echo(f"run {coordinator.chain.run_id}: coordinator at {address}")
+    def listening(address: str, run_id: str) -> None:
+        typer.echo(f"run {run_id}: coordinator at {address}")
         if json is not None:
-            write_listening(json, address, coordinator.chain.run_id)
+            write_listening(json, address, run_id)
 
     state = state or run_directory(run).path / "coordinator"
     run_to_end(serve_run(run, state, listen, GrpcTransport(), listening, donor or ()))

@@ -7,11 +7,19 @@ from pathlib import Path
 
 from node.join import join
 from node.site import Site
-from protocol.grpc_transport import GrpcTransport
+from protocol.errors import ConfigError
+from protocol.grpc_transport import GrpcTransport, host_of
 from protocol.state_dir import write_atomically
+
+EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
 
 async def join_run(site: Site, out: Path | None) -> None:
+    """Raises ConfigError if other islands could not be told where this one is."""
+    if site.advertise is None and host_of(site.listen) in EVERYWHERE:
+        raise ConfigError(
+            f"--listen {site.listen}: others need an address they can reach: add --advertise host:port"
+        )
     daemon = await join(site, GrpcTransport())
     progress = daemon.progress()
     print(f"the run is finished; the final model: {site.final_model}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -14,7 +14,7 @@ from protocol import atoll_coordinator_pb2 as pb
 from protocol.errors import BadFrame
 from protocol.run_files import load_run
 from protocol.state_dir import locked
-from protocol.transport import Server, Stream, Transport
+from protocol.transport import Server, Stream, StreamHandler, Transport
 from protocol.wire import parse
 
 log = structlog.get_logger()
@@ -29,14 +29,19 @@ class Service:
     def __init__(self, coordinator: Coordinator, heartbeat_s: float) -> None:
         self._coordinator, self._heartbeat_s = coordinator, heartbeat_s
 
-    async def serve(self, transport: Transport, address: str) -> Server:
+    async def serve(
+        self, transport: Transport, address: str, streams: Mapping[str, StreamHandler] | None = None
+    ) -> Server:
+        """`streams`: what else is to be had at this address."""
         calls = {
             "Coordinator/Describe": self._describe,
             "Coordinator/Register": self._register,
             "Coordinator/Post": self._post,
             "Coordinator/Status": self._status,
         }
-        return await transport.serve(address, calls, {"Coordinator/Watch": self._watch})
+        return await transport.serve(
+            address, calls, {"Coordinator/Watch": self._watch, **(streams or {})}
+        )
 
     async def _describe(self, request: bytes) -> bytes:
         parse(pb.DescribeRequest, request)
@@ -80,17 +85,22 @@ async def serve_run(
     state: Path,
     address: str,
     transport: Transport,
-    on_listening: Callable[[str, Coordinator], None],
+    on_listening: Callable[[str, str], None],
     donors: Sequence[str] = (),
+    streams: Mapping[str, StreamHandler] | None = None,
 ) -> None:
-    """Serves one run until it is finished and everyone has said goodbye, or until cancelled."""
+    """Serves one run until it is finished and everyone has said goodbye, or until cancelled.
+
+    `on_listening(address, run_id)` is called once. `donors` serve the start state elsewhere; `streams` are
+    served here besides the coordinator's own.
+    """
     run = load_run(run_path)
     with locked(state):
         coordinator = Coordinator(run, state, time.monotonic, donors)
         service = Service(coordinator, run.spec.sync.heartbeat_s)
-        server = await service.serve(transport, address)
+        server = await service.serve(transport, address, streams)
         log.info("listening", address=server.address, run=coordinator.chain.run_id)
-        on_listening(server.address, coordinator)
+        on_listening(server.address, coordinator.chain.run_id)
         try:
             await _tick_until_done(coordinator)
         finally:

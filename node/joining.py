@@ -32,13 +32,13 @@ class Described:
     start: Start
     owner: IslandId
     tokenizer_json: bytes
-    donors: tuple[str, ...]
+    donors: tuple[str, ...]  # of the start state; the coordinator's own address is one of them
 
 
 async def describe(client: CoordinatorClient, site: Site, journal: Journal) -> Described:
     """Raises RunMismatch if this node belongs to another run, or its own spec file differs."""
     reply = await client.describe()
-    described = _checked(reply)
+    described = _checked(reply, site.coordinator)
     _same_run_as_before(described, journal, site)
     if site.spec is not None:
         differences = spec_differences(load_spec(site.spec), described.spec)
@@ -52,7 +52,7 @@ async def describe(client: CoordinatorClient, site: Site, journal: Journal) -> D
     return described
 
 
-def _checked(reply: pb.DescribeReply) -> Described:
+def _checked(reply: pb.DescribeReply, coordinator: str) -> Described:
     spec = spec_from_json(reply.spec_json.encode(), "the coordinator's spec")
     signed = signed_from_pb(reply.start)
     start = verified_start(signed, signed.signer)
@@ -61,7 +61,8 @@ def _checked(reply: pb.DescribeReply) -> Described:
     expected = start.tokenizer_digest
     if (digest(reply.tokenizer_json) if reply.tokenizer_json else b"") != expected:
         raise BadFrame("the coordinator hands out another tokenizer than the one the owner signed")
-    return Described(spec, start, signed.signer, reply.tokenizer_json, tuple(reply.donors))
+    donors = (coordinator, *reply.donors)
+    return Described(spec, start, signed.signer, reply.tokenizer_json, donors)
 
 
 def _same_run_as_before(described: Described, journal: Journal, site: Site) -> None:

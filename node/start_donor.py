@@ -22,7 +22,7 @@ from protocol.errors import BadFrame, PeerUnreachable, RunMismatch, StreamClosed
 from protocol.frames import FrameKind, decode_frame, encode_frame
 from protocol.layout import Fragment, Layout
 from protocol.messages import Start
-from protocol.transport import Server, Stream, Transport
+from protocol.transport import Stream, StreamHandler, Transport
 from protocol.wire import parse
 
 log = structlog.get_logger()
@@ -35,8 +35,10 @@ class StartDonor:
         self._run_id, self._layout = start.run_id, layout
         self._anchors = [flat_from_file(fragment, file) for fragment in layout.fragments]
 
-    async def serve(self, transport: Transport, address: str) -> Server:
-        return await transport.serve(address, {}, {"Peer/State": self._state})
+    @property
+    def streams(self) -> dict[str, StreamHandler]:
+        """To be served wherever the run's start state is to be had."""
+        return {"Peer/State": self._state}
 
     async def _state(self, stream: Stream) -> None:
         request = parse(pb.StateRequest, await stream.receive() or b"")

@@ -287,8 +287,7 @@ class ClusterUnderTest:
         self.islands: dict[str, IslandUnderTest] = {}
 
     async def start(self, *names: str, link: Link | None = None, step_s: float = 0.1) -> None:
-        donor = StartDonor(self.run.start, layout_of(self.run), self._start_file)
-        self._donor = await donor.serve(self.network.transport(), "donor:0")
+        self._donor = StartDonor(self.run.start, layout_of(self.run), self._start_file)
         await self.start_coordinator()
         for number, name in enumerate(names):
             island = IslandUnderTest(self, name, link or Link(), float(number), step_s)
@@ -299,9 +298,11 @@ class ClusterUnderTest:
         folder = self.folder / "coordinator"
         folder.mkdir(exist_ok=True)
         now_s = asyncio.get_running_loop().time
-        self.coordinator = Coordinator(self.run, folder, now_s, [self._donor.address])
+        self.coordinator = Coordinator(self.run, folder, now_s)
         service = Service(self.coordinator, self.spec.sync.heartbeat_s)
-        self._server = await service.serve(self.network.transport(), self.address)
+        self._server = await service.serve(
+            self.network.transport(), self.address, self._donor.streams
+        )
         self._ticking = asyncio.create_task(self._tick())
 
     async def _tick(self) -> None:
@@ -331,7 +332,6 @@ class ClusterUnderTest:
                 island.task.cancel()
                 await asyncio.gather(island.task, return_exceptions=True)
         await self.crash_coordinator()
-        await self._donor.close()
 
 
 async def inline(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -319,7 +319,7 @@ def test_a_state_is_served_and_fetched_without_a_second_copy(tmp_path: Any) -> N
 
     async def main() -> int:
         network = MemoryNetwork()
-        server = await donor.serve(network.transport(), "donor:0")
+        server = await network.transport().serve("donor:0", {}, donor.streams)
         tracemalloc.start()
         await fetch_start(network.transport(), [server.address], start, layout, fresh)
         _, peak = tracemalloc.get_traced_memory()
@@ -362,7 +362,7 @@ def test_a_transfer_goes_on_at_the_next_donor_where_the_last_one_broke_off(tmp_p
             raise StreamClosed("tired")
 
         first = await network.transport().serve("tired:0", {}, {"Peer/State": tired})
-        second = await donor.serve(network.transport(), "good:0")
+        second = await network.transport().serve("good:0", {}, donor.streams)
         donors = [first.address, second.address]
         await fetch_start(network.transport(), donors, start, layout, fresh)
 

@@ -94,11 +94,9 @@ class Daemons:
 
     async def live(self, opened: threading.Event) -> None:
         transport = GrpcTransport()
-        donor = await StartDonor(self._run.start, layout_of(self._run), self._file).serve(
-            transport, LOCAL
-        )
-        coordinator = Coordinator(self._run, self._folder, time.monotonic, [donor.address])
-        server = await Service(coordinator, 0.5).serve(transport, LOCAL)
+        donor = StartDonor(self._run.start, layout_of(self._run), self._file)
+        coordinator = Coordinator(self._run, self._folder, time.monotonic)
+        server = await Service(coordinator, 0.5).serve(transport, LOCAL, donor.streams)
         with ThreadPoolExecutor(1) as pool:
             count = self._spec.sync.expected_islands
             jobs = [self._island(i, server.address, pool) for i in range(count)]
@@ -114,7 +112,6 @@ class Daemons:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await server.close()
-                await donor.close()
                 coordinator.close()
 
     async def _island(self, number: int, address: str, pool: ThreadPoolExecutor) -> None:
