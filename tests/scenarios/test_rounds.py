@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atoll.simulator.scenario import Link
-from protocol.errors import NotAdmitted
+from protocol.errors import NotAdmitted, TrainerFailed
 from protocol.frames import FrameKind, decode_frame
 
 Play = Callable[[Any, Any], None]
@@ -263,5 +263,59 @@ def test_no_message_is_larger_than_a_chunk_whatever_the_model(
         await cluster.reached(1)
         assert kinds >= {FrameKind.CELLS, FrameKind.REDUCED, FrameKind.LEAVES, FrameKind.CREDIT}
         assert max(sizes) <= (1 << 20) + 48
+
+    play(spec_with(), story)
+
+
+def test_the_run_ends_only_when_the_slowest_has_the_last_round_too(
+    play: Play, spec_with: Spec
+) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b", "c")
+        cluster.islands["c"].link = Link(up_bps=1e6, down_bps=2e4, delay_s=0.5)
+        await cluster.finished()
+        models = [i.site.final_model.read_bytes() for i in cluster.islands.values()]
+        assert len(set(models)) == 1
+
+    play(spec_with(sync={"expected_islands": 3}, target_tokens=1_500), story)
+
+
+def test_a_void_sends_a_trainer_on_to_the_next_rounds_fragment(play: Play, spec_with: Spec) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b", "c", link=Link(up_bps=2e5, down_bps=2e5, delay_s=0.05))
+        island = cluster.islands["c"]
+        while island.daemon is None or not island.events("planned"):
+            await asyncio.sleep(0.01)
+        await island.crash()
+        await asyncio.sleep(2)
+        island.start()
+        await cluster.finished()
+        assert [e["round"] for e in cluster.islands["a"].events("void")] == [1]
+        commits = cluster.islands["a"].events("commit")
+        assert [(e["round"], e["fragment"]) for e in commits[:2]] == [(2, 0), (3, 1)]
+        assert all(len(found) == 1 for found in roots_of(cluster).values())
+
+    sync = {"expected_islands": 3}
+    play(spec_with(outer={"fragments": 2, "inner_steps": 6}, sync=sync), story)
+
+
+def test_with_two_fragments_a_token_counts_once(play: Play, spec_with: Spec) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b")
+        await cluster.finished()
+        trained = sum(i.events("boundary")[-1]["tokens"] for i in cluster.islands.values())
+        assert cluster.spec.target_tokens <= trained <= cluster.spec.target_tokens + 900
+
+    play(spec_with(outer={"fragments": 2, "inner_steps": 6}), story)
+
+
+def test_training_that_diverges_ends_the_node_with_one_clear_line(
+    play: Play, spec_with: Spec
+) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b")
+        cluster.islands["b"].trainer.pull = float("nan")
+        with pytest.raises(TrainerFailed, match=r"diverged.*inner\.lr"):
+            await cluster.islands["b"].task
 
     play(spec_with(), story)
