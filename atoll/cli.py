@@ -172,13 +172,30 @@ def run_start(
     run_to_end(start_run(directory, state, listen, listening))
 
 
+@run_app.command("donate")
+def run_donate(
+    directory: Annotated[Path, typer.Argument(help="Run directory, or the run.toml in it.")] = Path(
+        "run"
+    ),
+    listen: Listen = "127.0.0.1:7448",
+) -> None:
+    """Serve the start state alone, for a coordinator on another host (its --donor)."""
+    from atoll.process import run_to_end
+    from atoll.run_start import donate_start
+
+    def listening(address: str, run_id: str) -> None:
+        typer.echo(f"start state of run {run_id} at {address}")
+
+    run_to_end(donate_start(directory, listen, listening))
+
+
 @coordinator_app.command("serve")
 def coordinator_serve(
     run: Annotated[Path, typer.Argument(help="run.toml in a run directory")],
     listen: Listen = "127.0.0.1:7447",
     state: State = None,
     donor: Annotated[
-        list[str] | None, typer.Option(help="Address of a donor of the start state.")
+        list[str] | None, typer.Option(help="Address of an `atoll run donate`; may be repeated.")
     ] = None,
     json: JsonPath = None,
 ) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from atoll.quickstart import quickstart_files
 from node.replica import Replica
+from node.settings import Place, settings_for
 from node.start_donor import flat_from_file
 from node.text import check_text, expand, train_bpe
 from outer_optimizer.codec import codec_for
@@ -77,7 +78,9 @@ def _make_start(files: RunDirectory, spec: RunSpec, cache: Path) -> Start:
 def _make_start_state(files: RunDirectory, spec: RunSpec, cache: Path) -> list[TensorLayout]:
     """Runs torch elsewhere; leaves start.safetensors and returns its layout."""
     settings = files.path / "start.json"
-    write_atomically(settings, json.dumps(trainer_settings(spec, files, cache)).encode())
+    place = Place(cache, files.tokenizer)
+    made = settings_for(spec, spec.sync.expected_islands, place, str(files.spec))
+    write_atomically(settings, made.model_dump_json().encode())
     command = [
         sys.executable,
         "-P",
@@ -95,24 +98,6 @@ def _make_start_state(files: RunDirectory, spec: RunSpec, cache: Path) -> list[T
     layout_file.unlink()
     settings.unlink()
     return [TensorLayout(name, tuple(shape), dtype) for name, shape, dtype in table]
-
-
-def trainer_settings(
-    spec: RunSpec, files: RunDirectory, cache: Path, threads: int = 1
-) -> dict[str, object]:
-    """Settings of a trainer that is no island's: for the start state and the plain arms."""
-    return {
-        "seed": spec.seed,
-        "target_tokens": spec.target_tokens,
-        "model": spec.model.model_dump(mode="json"),
-        "data": spec.data.model_dump(mode="json"),
-        "inner": spec.inner.model_dump(mode="json"),
-        "tokenizer_path": str(files.tokenizer) if spec.data.tokenizer == "bpe" else None,
-        "cache_dir": str(cache),
-        "index": 0,
-        "islands": spec.sync.expected_islands,
-        "threads": threads,
-    }
 
 
 def _roots(layout: Layout, spec: RunSpec, file: Path) -> tuple[Digest, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from node.events import Events
 from node.joining import Described, describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
+from node.settings import Place, settings_for
 from node.site import Site
 from node.text import check_text
 from node.trainer_link import TrainerLink
@@ -146,22 +146,7 @@ def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
 
 
 def _trainer_settings(daemon: Daemon, site: Site, described: Described) -> bytes:
-    """What the built-in recipe needs; the data order's place of an island is its rank in the view."""
-    spec = described.spec
-    data = spec.data.model_dump(mode="json")
-    if site.text:
-        data["text"] = list(site.text)
-    return json.dumps(
-        {
-            "seed": spec.seed,
-            "target_tokens": spec.target_tokens,
-            "model": spec.model.model_dump(mode="json"),
-            "data": data,
-            "inner": spec.inner.model_dump(mode="json"),
-            "tokenizer_path": str(site.tokenizer) if described.tokenizer_json else None,
-            "cache_dir": str(site.cache),
-            "index": daemon.place_in_view,
-            "islands": daemon.islands,
-            "threads": site.threads,
-        }
-    ).encode()
+    """For the built-in recipe; an island's place in the data order is its rank in the view."""
+    place = Place(site.cache, site.tokenizer, daemon.place_in_view, site.threads, site.text)
+    settings = settings_for(described.spec, daemon.islands, place, "the run's spec")
+    return settings.model_dump_json().encode()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from protocol.errors import ConfigError
-from protocol.spec import Data, Inner, Model, Positive, Table, parse_table
+from protocol.spec import Data, Inner, Model, Positive, RunSpec, Table, parse_table
 
 VARIABLE = "ATOLL_TRAINER_SETTINGS"
 
@@ -50,6 +51,35 @@ class TrainerSettings(Table):
     def step_tokens(self) -> int:
         """Tokens of the whole run per inner step, all islands together."""
         return self.islands * self.inner.batch_size * self.model.context
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is local about a trainer: whose batches it takes, and where its files are."""
+
+    cache: Path
+    tokenizer: Path
+    index: int = 0
+    threads: int = 1
+    text: tuple[str, ...] = ()  # replaces the spec's where this host's files lie elsewhere
+
+
+def settings_for(spec: RunSpec, islands: int, place: Place, source: str) -> TrainerSettings:
+    """Raises ConfigError, naming `source`, if the spec's tables do not make a trainer."""
+    data = spec.data.model_copy(update={"text": place.text}) if place.text else spec.data
+    table = {
+        "seed": spec.seed,
+        "target_tokens": spec.target_tokens,
+        "model": spec.model,
+        "data": data,
+        "inner": spec.inner,
+        "tokenizer_path": str(place.tokenizer) if data.tokenizer == "bpe" else None,
+        "cache_dir": str(place.cache),
+        "index": place.index,
+        "islands": islands,
+        "threads": place.threads,
+    }
+    return parse_table(TrainerSettings, table, source)
 
 
 def load_settings(path: Path) -> TrainerSettings:

@@ -110,7 +110,10 @@ async def _fetch_fragment(
             log.warning("donor_failed", donor=donor, reason=problem, cells=first)
         finally:
             await connection.close()
-    raise PeerUnreachable(f"the start state could not be fetched: {problem}")
+    raise PeerUnreachable(
+        f"the start state could not be fetched: {problem} (a coordinator alone does not have it: use "
+        "`atoll run start`, or give it the --donor of an `atoll run donate`)"
+    )
 
 
 def _take(

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from atoll.run_init import trainer_settings
 from atoll.simulator.scenario import Scenario
+from node.settings import Place, settings_for
 from protocol.errors import RunFailed
 from protocol.run_files import RunDirectory
 from protocol.state_dir import write_atomically
@@ -35,7 +35,10 @@ async def run_baselines(
 ) -> dict[str, Any]:
     """Best result of each arm: {"lr", "final", "curve", "tried": {lr: final}}."""
     settings = run.path / "baseline.json"
-    write_atomically(settings, json.dumps(trainer_settings(scenario.spec, run, cache)).encode())
+    spec = scenario.spec
+    place = Place(cache, run.tokenizer)
+    made = settings_for(spec, spec.sync.expected_islands, place, str(scenario.spec_path))
+    write_atomically(settings, made.model_dump_json().encode())
     jobs = [_Job(arm, lr) for arm in ARMS for lr in scenario.baseline_lrs]
     gate = asyncio.Semaphore(_AT_ONCE)
 
