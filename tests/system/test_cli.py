@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from safetensors.numpy import save_file
 
 from atoll.__main__ import main
@@ -49,7 +50,9 @@ Cli = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+def cli(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Cli]:
     """Runs a command in this process; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -62,7 +65,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_
             main()
         return int(ended.value.code or 0), capfd.readouterr().err
 
-    return run
+    yield run
+    structlog.reset_defaults()
 
 
 def write_spec(folder: Path, old: str = "", new: str = "") -> Path:

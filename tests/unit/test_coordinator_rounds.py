@@ -63,12 +63,17 @@ TERM = Term(1, b"boot")
 RUN = "run-1"
 
 
+def unopened_chain(islands: int, durability: int | None = None) -> Chain:
+    return Chain(
+        RUN, OWNER.island, Sync(expected_islands=islands, durability=durability).durability_of
+    )
+
+
 def opened_chain(islands: int, durability: int | None = None) -> Chain:
-    sync = Sync(expected_islands=islands, durability=durability)
     start = Start(RUN, digest(b"spec"), TENSORS, (START_ROOT,), b"")
     view = tuple(Member(i.island, f"island-{n}") for n, i in enumerate(ISLANDS[:islands]))
     genesis = Genesis(OWNER.sign("start", encode_start(start)), view)
-    chain = Chain(RUN, OWNER.island, sync.durability_of)
+    chain = unopened_chain(islands, durability)
     record = genesis_record(RUN, OWNER.sign("genesis", encode_genesis(genesis)))
     chain.append(ClosedRecord(encode_record(record), b""))
     return chain
@@ -95,8 +100,10 @@ class World:
         self.promise(self.islands if promised is None else promised)
 
     def promise(self, count: int) -> list[Effect]:
-        alive = frozenset(i.island for i in ISLANDS[: self.islands])
-        return self.do(AliveChanged(alive, count))
+        return self.alive(*range(self.islands), promised=count)
+
+    def alive(self, *numbers: int, promised: int) -> list[Effect]:
+        return self.do(AliveChanged(frozenset(ISLANDS[n].island for n in numbers), promised))
 
     def do(self, event: Event) -> list[Effect]:
         effects = self.proposer.step(event, self.now_s)
@@ -133,7 +140,7 @@ class World:
     def gone(self, number: int) -> list[Effect]:
         participant = self.plan.participant(ISLANDS[number].island)
         assert participant is not None
-        return self.do(GoneArrived(self.plan.slot, participant.root))
+        return self.do(GoneArrived(participant.island, self.plan.slot, participant.root))
 
     def commit(self) -> None:
         for number in range(self.islands):
@@ -296,9 +303,25 @@ def test_a_ready_that_does_not_fit_is_rejected_with_the_reason(
     assert reason in rejection(effects)
 
 
-def test_a_ready_of_a_stranger_is_rejected() -> None:
+def test_a_ready_of_a_stranger_or_for_another_run_is_rejected() -> None:
     world = World()
     assert "not a member" in rejection(world.do(ready_of(STRANGER, world.chain)))
+    other_run = ready_of(ISLANDS[0], world.chain, run_id="run-2")
+    assert "not a member of this run" in rejection(world.do(other_run))
+
+
+def test_what_comes_before_the_run_is_open_is_rejected_and_never_an_error() -> None:
+    world = World()
+    ready = ready_of(ISLANDS[0], world.chain, round=0)
+    for number in range(3):
+        world.ready(number)
+    report = report_of(ISLANDS[0], world.plan_bytes)
+    world.chain = unopened_chain(3)
+    world.start_proposer(TERM)
+    assert "not a member" in rejection(world.do(ready))
+    assert "not the latest" in rejection(world.do(report))
+    assert world.do(GoneArrived(ISLANDS[0].island, 0, root_of(ISLANDS[0], 1))) == []
+    assert world.tick(1e6) == []
 
 
 def test_a_ready_on_the_base_before_the_last_commit_is_rejected() -> None:
@@ -420,15 +443,54 @@ def test_reports_counted_for_an_older_attempt_are_forgotten_even_with_an_equal_o
     assert kinds(world.do(report_of(ISLANDS[0], world.plan_bytes, **equal))) == ["CloseSlot"]
 
 
-def test_reports_of_strangers_or_another_term_are_rejected() -> None:
+def test_a_report_of_a_stranger_is_rejected() -> None:
     world = World()
     for number in range(3):
         world.ready(number)
     stranger = report_of(STRANGER, world.plan_bytes)
-    other_term = report_of(ISLANDS[0], world.plan_bytes, ballot=Ballot(Term(9, b"x"), 1))
-    for arrived in (stranger, other_term):
-        assert "another term, or of no member" in rejection(world.do(arrived))
-    assert "not the latest" in rejection(World().do(other_term))
+    assert "a report of no member" in rejection(world.do(stranger))
+    assert "not the latest" in rejection(World().do(stranger))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ballot": Ballot(Term(9, b"x"), 1)},
+        {"ballot": Ballot(TERM, 2)},
+        {"run_id": "run-2"},
+        {"slot": 2},
+        {"base_root": b"x" * 32},
+        {"view_slot": 1},
+        {"reduced_root": b""},
+        {"new_root": b""},
+        {"reduced_root": b"", "new_root": b""},
+    ],
+)
+def test_a_report_that_is_not_on_exactly_the_plan_is_rejected_and_does_not_count(
+    changed: dict[str, Any],
+) -> None:
+    world = World()
+    for number in range(3):
+        world.ready(number)
+    for number in range(3):
+        odd = report_of(ISLANDS[number], world.plan_bytes, **changed)
+        assert "not on what the plan says" in rejection(world.do(odd))
+    assert world.report(0) == []
+    assert kinds(world.report(1)) == ["CloseSlot"]
+
+
+def test_a_report_with_roots_on_a_void_is_rejected() -> None:
+    world = World()
+    for number in range(3):
+        world.ready(number)
+    world.gone(0)
+    world.gone(1)
+    assert world.plan.kind is SlotKind.VOID
+    roots = {"reduced_root": b"s" * 32, "new_root": b"n" * 32}
+    odd = report_of(ISLANDS[0], world.plan_bytes, **roots)
+    assert "not on what the plan says" in rejection(world.do(odd))
+    world.report(0)
+    assert kinds(world.report(1)) == ["CloseSlot"]
 
 
 # --- lost contributions ------------------------------------------------------------------------
@@ -455,7 +517,7 @@ def test_a_lost_contribution_gives_a_new_plan_with_a_subset_and_new_weights() ->
 def test_a_contribution_lost_before_the_plan_is_left_out_of_what_closes() -> None:
     world = World()
     world.ready(0)
-    world.do(GoneArrived(1, root_of(ISLANDS[0], 1)))
+    world.do(GoneArrived(ISLANDS[0].island, 1, root_of(ISLANDS[0], 1)))
     world.ready(1)
     world.ready(2)
     world.tick()
@@ -466,9 +528,33 @@ def test_an_unknown_root_or_another_round_gone_changes_nothing() -> None:
     world = World()
     for number in range(3):
         world.ready(number)
-    assert world.do(GoneArrived(1, b"x" * 32)) == []
-    assert world.do(GoneArrived(2, root_of(ISLANDS[0], 1))) == []
+    assert world.do(GoneArrived(ISLANDS[0].island, 1, b"x" * 32)) == []
+    assert world.do(GoneArrived(ISLANDS[0].island, 2, root_of(ISLANDS[0], 1))) == []
     assert world.plan.ballot.attempt == 1
+
+
+@pytest.mark.parametrize("signer", [ISLANDS[1], STRANGER])
+@pytest.mark.parametrize("planned", [True, False])
+def test_nobody_can_say_that_the_contribution_of_another_is_gone(
+    signer: Identity, planned: bool
+) -> None:
+    world = World()
+    foreign = GoneArrived(signer.island, 1, root_of(ISLANDS[0], 1))
+    if not planned:
+        assert world.do(foreign) == []
+    for number in range(3):
+        world.ready(number)
+    assert world.do(foreign) == []
+    assert world.plan.ballot.attempt == 1
+    assert len(world.plan.participants) == 3
+
+
+def test_of_two_equal_contributions_only_the_one_whose_owner_lost_it_is_left_out() -> None:
+    world = World()
+    for number in range(3):
+        world.ready(number, root=b"e" * 32)
+    assert kinds(world.gone(1)) == PLANNED
+    assert [p.island for p in world.plan.participants] == [ISLANDS[0].island, ISLANDS[2].island]
 
 
 def test_fewer_than_quorum_left_voids_the_round() -> None:
@@ -580,11 +666,46 @@ def test_the_token_target_reached_finishes_the_run_and_nothing_follows() -> None
     assert kinds(world.tick()) == PLANNED
     assert (world.plan.kind, world.plan.participants) == (SlotKind.FINISH, ())
     world.report(0)
-    assert kinds(world.report(1)) == ["CloseSlot"]
+    assert world.report(1) == [], "one who is alive has not come to the end"
+    assert kinds(world.report(2)) == ["CloseSlot"]
     assert last_record(world).kind is SlotKind.FINISH
     assert world.tick(1e6) == []
     assert "is not open" in rejection(world.ready(0))
     assert world.plan_bytes == b""
+
+
+def world_at_its_end(islands: int = 3) -> World:
+    sync = Sync(expected_islands=islands, quorum=1, grace_s=0.0)
+    world = World(islands, sync, target_tokens=1)
+    world.commit()
+    world.tick()
+    assert world.plan.kind is SlotKind.FINISH
+    return world
+
+
+def test_the_end_waits_for_all_who_are_alive_and_for_nobody_else() -> None:
+    world = world_at_its_end(5)
+    for number in range(4):
+        assert world.report(number) == []
+    assert kinds(world.alive(0, 1, 2, 3, promised=5)) == ["CloseSlot"]
+    assert last_record(world).kind is SlotKind.FINISH
+
+
+def test_the_end_never_takes_fewer_reports_than_durability() -> None:
+    world = world_at_its_end()
+    world.alive(0, promised=3)
+    assert world.report(0) == []
+    assert world.tick(1e6) == []
+    assert kinds(world.report(1)) == ["CloseSlot"]
+
+
+def test_a_stranger_that_is_alive_does_not_hold_up_the_end() -> None:
+    world = world_at_its_end()
+    everyone = [i.island for i in ISLANDS[:3]]
+    world.do(AliveChanged(frozenset([*everyone, STRANGER.island]), 3))
+    world.report(0)
+    world.report(1)
+    assert kinds(world.report(2)) == ["CloseSlot"]
 
 
 def test_holding_names_the_silent_islands() -> None:
@@ -603,7 +724,7 @@ moves = st.one_of(
     st.tuples(st.just("ready"), numbers, st.integers(0, 2)),
     st.tuples(st.just("report"), numbers, st.sampled_from([0, 0, 0, 1])),
     st.tuples(st.just("old report"), numbers, st.integers(0, 3)),
-    st.tuples(st.just("gone"), numbers, st.just(0)),
+    st.tuples(st.just("gone"), numbers, st.sampled_from([0, 0, 1])),
     st.tuples(st.just("tick"), st.integers(0, 12), st.just(0)),
     st.tuples(st.just("restart"), st.integers(1, 5), st.just(0)),
 )
@@ -625,8 +746,9 @@ def play(world: World, move: tuple[str, int, int], term: int) -> None:
             world.do(report_of(island, world.stored[-1 - variant % len(world.stored)]))
         case "gone" if world.plan_bytes and world.plan.participants:
             participants = world.plan.participants
-            root = participants[number % len(participants)].root
-            world.do(GoneArrived(world.plan.slot, root))
+            lost = participants[number % len(participants)]
+            signer = island.island if variant else lost.island
+            world.do(GoneArrived(signer, world.plan.slot, lost.root))
         case "tick":
             world.tick(float(number))
         case "restart":

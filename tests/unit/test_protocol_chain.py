@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.chain import Base, Chain, genesis_record, matching, record_for
+from protocol.chain import Base, Chain, genesis_record, matching, record_for, reports_on
 from protocol.errors import BadFrame, InvariantBroken
 from protocol.identity import Identity
 from protocol.layout import TensorLayout
@@ -52,9 +52,14 @@ def majority(islands: int) -> int:
     return islands // 2 + 1
 
 
-def genesis(owner: Identity = OWNER, start_by: Identity = OWNER, run_id: str = RUN) -> ClosedRecord:
+def genesis(
+    owner: Identity = OWNER,
+    start_by: Identity = OWNER,
+    run_id: str = RUN,
+    start_of: str | None = None,
+) -> ClosedRecord:
     layout = (TensorLayout("w", (20_000,), "float32"),)
-    start = Start(run_id, digest(b"spec"), layout, FRAGMENT_ROOTS, b"")
+    start = Start(start_of or run_id, digest(b"spec"), layout, FRAGMENT_ROOTS, b"")
     content = Genesis(start_by.sign("start", encode_start(start)), VIEW)
     signed = owner.sign("genesis", encode_genesis(content))
     return ClosedRecord(encode_record(genesis_record(run_id, signed)), b"")
@@ -186,6 +191,13 @@ def test_a_record_of_another_run_is_refused() -> None:
     unchanged(chain, certified(other, plan, votes_on(plan)), BadFrame, "of run run-2")
 
 
+def test_a_genesis_whose_start_state_is_of_another_run_is_refused() -> None:
+    closed = genesis(start_of="run-2")
+    unchanged(
+        Chain(RUN, OWNER.island, majority), closed, BadFrame, "genesis of run run-2, this is run"
+    )
+
+
 def test_a_second_genesis_is_refused() -> None:
     chain = opened()
     record = decode_record(genesis().record)
@@ -198,10 +210,11 @@ def test_a_second_genesis_is_refused() -> None:
 
 def test_a_record_twice_is_accepted_and_counted_once() -> None:
     chain = opened()
-    closed = good(chain)
-    chain.append(closed)
-    chain.append(closed)
-    assert (len(chain.records), chain.committed_tokens) == (2, 300)
+    for _ in range(2):
+        closed = good(chain)
+        chain.append(closed)
+        chain.append(closed)
+    assert (len(chain.records), chain.committed_tokens) == (3, 300)
 
 
 def test_the_same_content_under_another_certificate_is_the_same_record() -> None:
@@ -278,7 +291,16 @@ def test_a_signature_over_another_kind_of_payload_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"new_root": b"x" * 32}, {"reduced_root": b"x" * 32}, {"plan_id": b"x" * 32}, {"slot": 2}],
+    [
+        {"new_root": b"x" * 32},
+        {"reduced_root": b"x" * 32},
+        {"plan_id": b"x" * 32},
+        {"slot": 2},
+        {"run_id": "run-2"},
+        {"ballot": Ballot(Term(1, b"boot"), 2)},
+        {"base_root": b"x" * 32},
+        {"view_slot": 1},
+    ],
 )
 def test_one_report_that_does_not_match_spoils_the_certificate(changed: dict[str, Any]) -> None:
     chain, plan = opened(), plan_for(opened())
@@ -291,6 +313,66 @@ def test_reports_for_another_attempt_of_the_same_content_do_not_certify() -> Non
     chain, plan = opened(), plan_for(opened())
     other = votes_on(plan_for(chain, attempt=2))
     unchanged(chain, close(chain, plan, other), BadFrame, "matching reports of members")
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"run_id": "run-2"}, "its plan is of another run or view"),
+        ({"view_slot": 1}, "its plan is of another run or view"),
+        ({"base_root": b"x" * 32}, "its plan builds on another base"),
+        ({"base_round": 7}, "its plan builds on another base"),
+    ],
+)
+def test_a_plan_that_all_signed_but_that_is_not_of_this_chain_does_not_certify(
+    changed: dict[str, Any], match: str
+) -> None:
+    chain = opened()
+    plan = replace(plan_for(chain), **changed)
+    told = {key: value for key, value in changed.items() if key in ("run_id", "view_slot")}
+    reports = [vote(island, replace(report_on(plan), **told)) for island in ISLANDS]
+    unchanged(chain, close(chain, plan, reports), BadFrame, match)
+
+
+def test_a_commit_on_the_base_before_the_last_one_does_not_certify() -> None:
+    chain = opened()
+    old = chain.bases[1]
+    for _ in range(2):
+        chain.append(good(chain))
+    plan = replace(plan_for(chain), base_round=old.round, base_root=old.root)
+    unchanged(chain, close(chain, plan, votes_on(plan)), BadFrame, "builds on another base")
+
+
+def test_a_void_or_finish_with_roots_does_not_certify() -> None:
+    for kind in (SlotKind.VOID, SlotKind.FINISH):
+        chain = opened()
+        plan = plan_for(chain, kind)
+        odd = replace(report_on(plan), reduced_root=digest(b"sum"), new_root=digest(b"new"))
+        reports = [vote(island, odd) for island in ISLANDS]
+        unchanged(chain, close(chain, plan, reports), BadFrame, "0|matching reports of members")
+
+
+@pytest.mark.parametrize("kind", [SlotKind.COMMIT, SlotKind.VOID, SlotKind.FINISH])
+def test_a_report_is_on_a_plan_only_if_all_it_says_is_the_plans(kind: SlotKind) -> None:
+    plan = plan_for(opened(), kind)
+    report = report_on(plan)
+    assert reports_on(report, plan)
+    for changed in (
+        {"run_id": "run-2"},
+        {"ballot": Ballot(Term(2, b"boot"), 1)},
+        {"ballot": Ballot(Term(1, b"boot"), 2)},
+        {"slot": 2},
+        {"base_root": b"x" * 32},
+        {"view_slot": 1},
+    ):
+        assert not reports_on(replace(report, **changed), plan), changed
+    roots = (b"s" * 32, b"n" * 32)
+    none, both = (replace(report, reduced_root=a, new_root=b) for a, b in ((b"", b""), roots))
+    assert reports_on(both, plan) is (kind is SlotKind.COMMIT)
+    assert reports_on(none, plan) is (kind is not SlotKind.COMMIT)
+    if kind is SlotKind.COMMIT:
+        assert not reports_on(replace(report, new_root=b""), plan)
+        assert not reports_on(replace(report, reduced_root=b""), plan)
 
 
 def test_a_certificate_of_garbage_is_refused() -> None:
@@ -322,14 +404,21 @@ def test_a_record_that_differs_from_its_plan_is_refused() -> None:
 # --- what it adds up to ------------------------------------------------------------------------
 
 
-def test_tokens_and_steps_are_counted_per_island_and_in_all() -> None:
+def test_tokens_and_steps_count_once_when_every_fragment_has_listed_them() -> None:
     chain = opened()
-    for _ in range(2):
-        chain.append(good(chain))
-    first, second = (i.island for i in ISLANDS[:2])
-    assert chain.committed_tokens == 600
-    assert chain.tokens_by_island == {first: 200, second: 400}
-    assert chain.steps_by_island == {first: 20, second: 20}
+    first, second, third = (i.island for i in ISLANDS)
+    assert (chain.committed_tokens, chain.steps_of(first)) == (0, 0)
+    for turns in (1, 2):
+        for _ in chain.bases:
+            chain.append(good(chain))
+        assert chain.committed_tokens == 300 * turns
+        assert [chain.steps_of(i) for i in (first, second, third)] == [10 * turns, 10 * turns, 0]
+    assert chain.steps_of(STRANGER.island) == 0
+
+
+def test_a_chain_that_is_not_open_has_counted_nothing() -> None:
+    chain = Chain(RUN, None, majority)
+    assert (chain.committed_tokens, chain.steps_of(ISLANDS[0].island)) == (0, 0)
 
 
 def test_a_commit_moves_the_base_of_its_fragment_alone() -> None:

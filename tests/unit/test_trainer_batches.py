@@ -60,7 +60,7 @@ def test_an_epoch_sees_every_window_once() -> None:
 
 
 def test_held_out_tokens_never_appear_in_training() -> None:
-    training, held_out = split_tokens(stream(1_000), settings_of())
+    training, held_out = split_tokens(stream(1_000), CONTEXT, 0.1)
     assert len(held_out) == 100
     batches = Batches(training, settings_of(islands=1))
     seen = {
@@ -87,4 +87,4 @@ def test_too_little_text_is_an_error_that_names_the_key(tokens: int, part: str) 
     with pytest.raises(
         TextError, match=rf"^data\.text: its {part} part .* model\.context \+ 1 = 9"
     ):
-        split_tokens(stream(tokens), settings_of())
+        split_tokens(stream(tokens), CONTEXT, 0.1)

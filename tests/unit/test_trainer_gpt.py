@@ -88,8 +88,6 @@ def test_one_seed_makes_one_start_state(tmp_path: Path) -> None:
         ({"colour": 1}, "colour: unknown key"),
         ({"seed": -1}, "seed: "),
         ({"model": {"width": 30, "heads": 4}}, "model.width = 30"),
-        ({"model": {"vocab_size": 100}}, "model.vocab_size = 100"),
-        ({"inner": {"warmup_tokens": 10_000}}, "inner.warmup_tokens = 10000"),
         ({"data": {"text": ["x"], "tokenizer": "bpe"}}, "tokenizer_path: "),
         ({"target_tokens": 100}, "target_tokens = 100"),
     ],
