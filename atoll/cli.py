@@ -105,7 +105,7 @@ def join(
     json: JsonPath = None,
 ) -> None:
     """Take part in a run until it is finished; the final model is left in the state directory."""
-    from atoll.joining import join_run
+    from atoll.join_run import join_run
     from atoll.process import run_to_end
     from node.site import Site
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import structlog
 
+from node.arrival import Described, describe, prepare_state
 from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
 from node.events import Events
-from node.joining import Described, describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.settings import Place, settings_for

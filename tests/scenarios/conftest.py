@@ -21,6 +21,7 @@ from atoll.simulator.scenario import Link
 from atoll.simulator.shaped_transport import ShapedTransport
 from coordinator.coordinator import Coordinator, layout_of
 from coordinator.service import Service
+from node.arrival import describe, prepare_state
 from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
 from node.edge_messages import (
@@ -35,7 +36,6 @@ from node.edge_messages import (
     Welcome,
 )
 from node.events import Events
-from node.joining import describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.replica import Replica

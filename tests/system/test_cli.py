@@ -299,7 +299,7 @@ def test_the_coordinator_and_the_daemon_run_without_torch() -> None:
     """What `pip install atoll` without the extra `train` has to be able to do."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "import atoll.cli, atoll.run_start, coordinator.service, node.join, node.daemon, atoll.joining\n"
+        "import atoll.cli, atoll.run_start, coordinator.service, node.join, node.daemon, atoll.join_run\n"
         "print('torch' in sys.modules and sys.modules['torch'] is not None)"
     )
     done = subprocess.run(

@@ -23,10 +23,10 @@ from torch import nn
 import atoll
 from coordinator.coordinator import Coordinator, layout_of
 from coordinator.service import Service
+from node.arrival import describe, prepare_state
 from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
 from node.events import Events
-from node.joining import describe, prepare_state
 from node.journal import Journal
 from node.metered_transport import MeteredTransport
 from node.parameters import layout_of as model_layout

@@ -97,6 +97,19 @@ def test_a_plan_under_a_later_term_is_newer_though_its_attempt_is_lower(tmp_path
     store.close()
 
 
+def test_a_later_plan_is_newer_also_after_plans_of_an_older_slot_were_forgotten(
+    tmp_path: Path,
+) -> None:
+    store = open_store(tmp_path)
+    store.save_plan(0, 1, b"first")
+    store.save_plan(0, 2, b"second")
+    store.save_plan(1, 1, b"old")
+    store.append(0, closed(0))
+    store.save_plan(1, 1, b"new")
+    assert store.last_plan(1) == b"new"
+    store.close()
+
+
 def test_a_record_forgets_the_plans_of_its_slot(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.save_plan(0, 1, b"first")

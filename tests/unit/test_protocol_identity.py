@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def test_an_existing_key_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         identity.create(path, b"2" * 32)
     assert load(path).island == Identity(b"1" * 32).island
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("text", ["", "abc", "z" * 64, "a" * 62, "a" * 66, "ab cd"])
@@ -47,6 +49,33 @@ def test_a_damaged_key_is_an_error_that_names_the_file_and_keeps_it(
     with pytest.raises(ConfigError, match=r"island\.key: not a key file"):
         load_or_create(path)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe" * 32, b"a" * 63 + b"\xff", b"\0" * 64])
+def test_a_key_file_that_is_no_text_is_damaged_and_kept(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "island.key"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"island\.key: not a key file"):
+        load_or_create(path)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("failing", ["fsync", "link"])
+def test_a_failure_while_a_key_is_made_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = tmp_path / "island.key"
+
+    def disk_full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, failing, disk_full)
+        with pytest.raises(OSError, match="No space left"):
+            identity.create(path, b"1" * 32)
+    assert list(tmp_path.iterdir()) == []
+    assert load_or_create(path).island == load(path).island
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_missing_key_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from protocol.errors import AddressInUse, BadFrame, PeerUnreachable, StreamClosed
+from protocol.errors import (
+    AddressInUse,
+    AtollError,
+    BadFrame,
+    InvariantBroken,
+    PeerUnreachable,
+    StreamClosed,
+)
 from protocol.memory_transport import MemoryNetwork
 from protocol.transport import CallHandler, Server, Stream, StreamHandler
 from protocol.virtual_time import run_virtual
@@ -100,6 +107,20 @@ def test_an_error_of_the_handler_arrives_with_its_text() -> None:
         connection = await network.transport().connect(ADDRESS)
         with pytest.raises(BadFrame, match="not what the protocol says"):
             await connection.call("Refuse", b"", 1.0)
+
+    run_virtual(main())
+
+
+def test_an_unknown_method_is_an_error_of_ours_at_once() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        await serve(network)
+        connection = await network.transport().connect(ADDRESS)
+        with pytest.raises(StreamClosed, match=f"{ADDRESS}: UNIMPLEMENTED: Nothing"):
+            await connection.call("Nothing", b"", 1.0)
+        with pytest.raises(StreamClosed, match=f"{ADDRESS}: UNIMPLEMENTED: Nothing"):
+            await connection.stream("Nothing")
+        assert await connection.call("Echo", b"x", 1.0) == b"echo x"
 
     run_virtual(main())
 
@@ -219,6 +240,53 @@ def test_the_end_of_the_handler_is_the_end_of_the_stream_after_all_it_sent() -> 
         await serve(network, streams={"Short": short})
         stream = await open_stream(network, "Short")
         assert [await stream.receive(), await stream.receive()] == [b"last", None]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [BadFrame, PeerUnreachable, StreamClosed, InvariantBroken])
+def test_an_error_of_ours_in_a_handler_breaks_the_stream_after_all_it_sent(
+    error: type[AtollError],
+) -> None:
+    async def refuse(stream: Stream) -> None:
+        await stream.send(b"before")
+        await stream.receive()
+        raise error("no")
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        await serve(network, streams={"Refuse": refuse})
+        stream = await open_stream(network, "Refuse")
+        await stream.send(b"x")
+        assert await stream.receive() == b"before"
+        for _ in range(2):
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+        with pytest.raises(StreamClosed):
+            await stream.send(b"y")
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [None, BadFrame("no")])
+def test_once_the_handler_has_returned_nobody_waits_for_room(error: BadFrame | None) -> None:
+    async def short(_: Stream) -> None:
+        await asyncio.sleep(10)
+        if error is not None:
+            raise error
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        await serve(network, streams={"Short": short})
+        stream = await open_stream(network, "Short")
+        for _ in range(16):
+            await stream.send(b"x")
+        with pytest.raises(StreamClosed):
+            await stream.send(b"waits for room until the handler returns")
+        assert await elapsed_s() == pytest.approx(10)
+        with pytest.raises(StreamClosed):
+            await stream.send(b"y")
+        await stream.close()
 
     run_virtual(main())
 

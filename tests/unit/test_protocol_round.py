@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.errors import InvariantBroken
 from protocol.messages import (
     Ballot,
     ClosedRecord,
@@ -253,6 +255,30 @@ def test_a_lower_ballot_of_an_open_slot_is_ignored() -> None:
     assert [v.plan for v in votes(stage(island, plan))] == [plan]
 
 
+@pytest.mark.parametrize("voted", [True, False])
+@pytest.mark.parametrize("kind", [SlotKind.COMMIT, SlotKind.VOID])
+def test_two_plans_of_a_slot_under_one_ballot_break_a_promise_and_are_not_followed(
+    kind: SlotKind, voted: bool
+) -> None:
+    island, plan = machine(), make_plan()
+    if voted:
+        run_to_vote(island, plan)
+    else:
+        arrive(island, plan)
+    signed = dict(island.signed)
+    with pytest.raises(InvariantBroken, match=f"two plans of slot {SLOT} under one ballot"):
+        island.step(PlanArrived(make_plan(kind=kind), b"another plan".ljust(32)), 0.0)
+    assert island.slots[SLOT].plan == plan
+    assert island.signed == signed
+
+
+def test_equal_ballots_of_different_slots_are_different_plans() -> None:
+    island, plan, later = machine(), make_plan(), make_plan(slot=SLOT + 1, islands=(OTHER,))
+    arrive(island, plan)
+    other = b"another plan".ljust(32)
+    assert island.step(PlanArrived(later, other), 0.0) == [Exchange(later, other)]
+
+
 def test_a_plan_for_a_closed_slot_is_ignored_but_its_term_is_promised() -> None:
     island = machine(OLD_TERM)
     assert arrive(island, make_plan(slot=HEAD)) == [StorePromise(TERM)]
@@ -341,6 +367,12 @@ def test_signed_ballots_of_a_slot_never_fall_and_never_fall_below_the_promise(
 def test_a_lost_contribution_is_reported_and_not_exchanged() -> None:
     plan = make_plan()
     assert arrive(machine(holds=False), plan) == [ReportGone(plan, MINE)]
+
+
+def test_the_same_plan_again_repeats_that_the_contribution_is_lost() -> None:
+    island, plan = machine(holds=False), make_plan()
+    for _ in range(3):
+        assert arrive(island, plan) == [ReportGone(plan, MINE)]
 
 
 def test_another_contribution_than_the_planned_one_is_as_good_as_lost() -> None:

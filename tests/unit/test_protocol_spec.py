@@ -144,6 +144,9 @@ def test_every_fault_has_a_line_of_its_own() -> None:
         ({"sync": {"budget_s": float("inf")}}, "sync.budget_s"),
         ({"sync": {"quorum": 0}}, "sync.quorum"),
         ({"inner": {"weight_decay": float("nan")}}, "inner.weight_decay"),
+        ({"inner": {"clip": float("inf")}}, "inner.clip"),
+        ({"inner": {"clip": float("nan")}}, "inner.clip"),
+        ({"inner": {"clip": -1.0}}, "inner.clip"),
         ({"data": "a.txt"}, "data"),
     ],
 )
@@ -193,6 +196,27 @@ def test_heads_divide_the_width_evenly() -> None:
     assert "even multiple" in fault(model={"width": 12, "heads": 4})
 
 
+@pytest.mark.parametrize("warmup", [1_000, 1_001])
+def test_a_warmup_that_does_not_end_before_the_run_is_refused(warmup: int) -> None:
+    line = fault(inner={"warmup_tokens": warmup})
+    assert line == f"inner.warmup_tokens = {warmup} must be below target_tokens = 1000"
+    assert spec(inner={"warmup_tokens": 999}).inner.warmup_tokens == 999
+
+
+def test_a_vocabulary_of_bytes_has_room_for_every_byte() -> None:
+    line = fault(model={"vocab_size": 255})
+    assert line == ('model.vocab_size = 255 must be at least 256 with data.tokenizer = "bytes"')
+    assert spec(model={"vocab_size": 256}).model.vocab_size == 256
+    trained = {"text": ["a.txt"], "tokenizer": "bpe"}
+    assert spec(model={"vocab_size": 255}, data=trained).model.vocab_size == 255
+
+
+def test_a_fault_is_one_line_whatever_the_keys_and_values_are() -> None:
+    assert fault(**{"a\nb\r\tc": 1}) == "a b c: unknown key"
+    assert fault(outer={"inner_steps\nrun.toml: all is well": 1}).count("\n") == 0
+    assert fault(outer={"codec": "int8\nrun.toml: all is well"}).startswith("outer.codec: ")
+
+
 @pytest.mark.parametrize("table", [[], None, 3, "text"])
 def test_what_is_no_table_is_one_fault(table: Any) -> None:
     (line,) = faults(table)
@@ -215,7 +239,18 @@ def test_a_missing_file_or_a_directory_is_one_line(tmp_path: Path) -> None:
     assert "cannot be read: Is a directory" in unreadable(tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"name = ", b"a = 1\na = 2", b"\xff\xfe", b"name = 'x"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"name = ",
+        b"a = 1\na = 2",
+        b"\xff\xfe",
+        b"name = 'x",
+        b"a = " + b"[" * 100_000,
+        b"a = " + b"9" * 5_000,
+    ],
+    ids=lambda data: data[:12].decode(errors="replace"),
+)
 def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(data)
@@ -235,6 +270,9 @@ def test_a_huge_file_is_refused_unparsed(tmp_path: Path) -> None:
         (b"\xff", "not valid JSON"),
         (b"", "not valid JSON"),
         (b" " * (MAX_SPEC_BYTES + 1), "too large"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b'{"a":' * 100_000, "not valid JSON"),
+        (b'{"seed": ' + b"9" * 5_000 + b"}", "not valid JSON"),
         (b"[]", "dictionary"),
         (b'{"name": "x"}', "missing; add it"),
     ],

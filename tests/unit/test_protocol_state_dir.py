@@ -109,6 +109,19 @@ def test_a_file_is_written_and_replaced_without_leftovers(tmp_path: Path) -> Non
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_an_interrupt_in_mid_write_leaves_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(tmp_path / "model", b"new")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_a_failure_before_the_end_keeps_the_old_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -124,6 +137,7 @@ def test_a_failure_before_the_end_keeps_the_old_content(
         with pytest.raises(OSError, match="No space left"):
             write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
     write_atomically(path, b"newer")
     assert path.read_bytes() == b"newer"
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

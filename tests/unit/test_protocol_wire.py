@@ -332,6 +332,16 @@ def test_a_frame_carries_a_whole_chunk() -> None:
     assert decode_frame(encode_frame(FrameKind.CELLS, memoryview(chunk))).payload == chunk
 
 
+@pytest.mark.parametrize("kind", FrameKind)
+def test_a_chunk_above_one_mebibyte_is_refused_whatever_cells_it_carries(kind: FrameKind) -> None:
+    data = encode_frame(kind, bytes(MAX_CHUNK_BYTES + 1))
+    if kind in (FrameKind.CELLS, FrameKind.REDUCED, FrameKind.STATE):
+        with pytest.raises(BadFrame, match="a chunk of 1048577 bytes, at most 1048576 are allowed"):
+            decode_frame(data)
+    else:
+        assert decode_frame(data).kind is kind
+
+
 @given(st.binary(max_size=100))
 def test_foreign_bytes_are_no_frame(data: bytes) -> None:
     with suppress(BadFrame):

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.text import TextError, expand, load_tokens, train_bpe
+from node.text import TextError, check_text, expand, load_tokens, split_tokens, train_bpe
 from protocol.errors import ConfigError
-from protocol.spec import Data
+from protocol.spec import Data, RunSpec
 
 
 def load(tmp_path: Path, *text: str) -> np.ndarray:
@@ -121,3 +121,72 @@ def test_without_the_library_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install 'atoll\[bpe\]'"):
         train_bpe([], 300, tmp_path / "bpe.json")
+
+
+# --- is it enough? -----------------------------------------------------------------------------
+
+
+def spec_on(*text: str, **tables: dict[str, object]) -> RunSpec:
+    data = {"text": text, "held_out": 0.5} | tables.pop("data", {})
+    table = {"name": "run", "target_tokens": 1_000, "model": {"context": 8}, "data": data}
+    return RunSpec.model_validate(table | tables)
+
+
+@pytest.mark.parametrize("count", [18, 19, 1_000])
+def test_both_parts_together_are_the_stream_and_each_holds_a_window(count: int) -> None:
+    tokens = np.arange(count, dtype=np.uint16)
+    training, held_out = split_tokens(tokens, 8, 0.5)
+    assert np.array_equal(np.concatenate([training, held_out]), tokens)
+    assert min(len(training), len(held_out)) >= 9
+
+
+def test_text_that_is_enough_is_checked_without_a_word_and_leaves_the_cache_built(
+    tmp_path: Path,
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"x" * 17)
+    check_text(spec_on(str(text)), tmp_path / "none.json", tmp_path / "cache")
+    assert len(cached(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text_bytes", "part"), [(16, "training"), (5, "training")], ids=["one short", "far short"]
+)
+def test_too_little_text_is_found_before_anything_is_started(
+    tmp_path: Path, text_bytes: int, part: str
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"x" * text_bytes)
+    with pytest.raises(TextError, match=rf"^data\.text: its {part} part has \d+ tokens, fewer"):
+        check_text(spec_on(str(text)), tmp_path / "none.json", tmp_path / "cache")
+
+
+def test_too_little_held_out_text_is_found_too(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"x" * 100)
+    spec = spec_on(str(text), data={"held_out": 0.05})
+    with pytest.raises(TextError, match=r"its held-out part has .* or change data\.held_out"):
+        check_text(spec, tmp_path / "none.json", tmp_path / "cache")
+
+
+def test_text_of_this_host_stands_in_for_the_paths_of_the_spec(tmp_path: Path) -> None:
+    here = tmp_path / "here.txt"
+    here.write_bytes(b"x" * 100)
+    spec = spec_on("/nowhere/at/all.txt")
+    with pytest.raises(TextError, match="matches no file"):
+        check_text(spec, tmp_path / "none.json", tmp_path / "cache")
+    check_text(spec, tmp_path / "none.json", tmp_path / "cache", [str(here)])
+    with pytest.raises(TextError, match="matches no file"):
+        check_text(spec_on(str(here)), tmp_path / "none.json", tmp_path / "cache", ["/nowhere"])
+
+
+def test_a_trained_vocabulary_is_checked_with_its_own_tokens(tmp_path: Path) -> None:
+    text, out = tmp_path / "a.txt", tmp_path / "bpe.json"
+    text.write_bytes(b"the cat and the dog and the bird\n" * 50)
+    train_bpe([str(text)], 300, out)
+    data = {"tokenizer": "bpe"}
+    fits = spec_on(str(text), data=data, model={"context": 8, "vocab_size": 300})
+    check_text(fits, out, tmp_path / "cache")
+    small = spec_on(str(text), data=data, model={"context": 8, "vocab_size": 256})
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 256 is below"):
+        check_text(small, out, tmp_path / "cache")
