@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from atoll.cli import app
@@ -17,6 +18,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on closed connections are not for users
     try:
         app()
     except AtollError as error:

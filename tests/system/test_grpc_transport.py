@@ -14,12 +14,13 @@ from protocol.errors import (
     AddressInUse,
     AtollError,
     BadFrame,
+    ConfigError,
     PeerUnreachable,
     StreamClosed,
     TransportError,
 )
 from protocol.frames import MAX_MESSAGE_BYTES
-from protocol.grpc_transport import GrpcTransport
+from protocol.grpc_transport import GrpcTransport, host_of
 from protocol.transport import CallHandler, Connection, Server, Stream, StreamHandler
 
 LARGE = bytes(5_000_000)  # more than gRPC takes by default
@@ -140,6 +141,31 @@ def test_a_handler_that_does_not_answer_is_given_up_at_the_timeout() -> None:
     play(story, calls={"Test/Silent": silent})
 
 
+def test_a_call_on_a_closed_connection_finds_nobody() -> None:
+    async def story(server: Server, connection: Connection) -> None:
+        assert await connection.call("Test/Echo", b"x", 10.0) == b"x"
+        await connection.close()
+        with pytest.raises(PeerUnreachable, match=server.address):
+            await connection.call("Test/Echo", b"x", 10.0)
+
+    play(story)
+
+
+def test_a_cancelled_call_is_cancelled_and_no_error_of_the_network() -> None:
+    async def silent(_: bytes) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def story(_: Server, connection: Connection) -> None:
+        calling = asyncio.create_task(connection.call("Test/Silent", b"", 20.0))
+        await asyncio.wait({calling}, timeout=0.1)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+    play(story, calls={"Test/Silent": silent})
+
+
 # --- addresses ---------------------------------------------------------------------------------
 
 
@@ -165,6 +191,35 @@ def test_a_taken_port_is_in_use_and_names_the_address() -> None:
             await GrpcTransport().serve(server.address, {}, {})
 
     play(story)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        ":7447",
+        "7447",
+        "127.0.0.1:65536",
+        "127.0.0.1:-1",
+        "host:http",
+        "",
+    ],
+)
+def test_an_address_without_host_or_port_is_a_config_error_that_names_it(address: str) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="an address is host:port, with a port of 0 to 65535"):
+            await GrpcTransport().serve(address, {}, {})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("127.0.0.1:0", "127.0.0.1"), ("a.example:65535", "a.example"), ("[::1]:7447", "[::1]")],
+)
+def test_the_host_of_an_address_is_all_before_its_last_colon(address: str, host: str) -> None:
+    assert host_of(address) == host
 
 
 def test_a_port_is_free_again_after_close() -> None:
@@ -256,6 +311,62 @@ def test_a_closing_server_breaks_its_streams() -> None:
             await waiting
         with pytest.raises((StreamClosed, PeerUnreachable)):
             await stream.send(b"x")
+
+    play(story)
+
+
+def test_a_receive_that_waits_while_its_stream_is_closed_ends_with_stream_closed() -> None:
+    async def story(_: Server, connection: Connection) -> None:
+        stream = await connection.stream("Test/Stream")
+        await stream.send(b"x")
+        assert await stream.receive() == b"x"
+        waiting = asyncio.create_task(stream.receive())
+        await asyncio.wait({waiting}, timeout=0.1)
+        await stream.close()
+        with pytest.raises(StreamClosed):
+            await waiting
+        with pytest.raises(StreamClosed):
+            await stream.receive()
+        with pytest.raises(StreamClosed):
+            await stream.send(b"y")
+
+    play(story)
+
+
+def test_a_send_that_waits_while_its_stream_is_closed_ends_with_stream_closed() -> None:
+    async def deaf(_: Stream) -> None:
+        await asyncio.Event().wait()
+
+    async def story(_: Server, connection: Connection) -> None:
+        stream = await connection.stream("Test/Deaf")
+
+        async def send_on() -> None:
+            while True:
+                await stream.send(bytes(1 << 20))
+
+        sending = asyncio.create_task(send_on())
+        await asyncio.wait({sending}, timeout=0.5)
+        assert not sending.done()
+        await stream.close()
+        with pytest.raises(StreamClosed):
+            await sending
+
+    play(story, streams={"Test/Deaf": deaf})
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_a_cancelled_task_is_cancelled_also_when_it_waits_on_a_stream(closed_first: bool) -> None:
+    async def story(_: Server, connection: Connection) -> None:
+        stream = await connection.stream("Test/Stream")
+        await stream.send(b"x")
+        assert await stream.receive() == b"x"
+        waiting = asyncio.create_task(stream.receive())
+        await asyncio.wait({waiting}, timeout=0.1)
+        if closed_first:
+            await stream.close()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
     play(story)
 
