@@ -333,27 +333,6 @@ def test_a_receive_that_waits_while_its_stream_is_closed_ends_with_stream_closed
     play(story)
 
 
-def test_a_send_that_waits_while_its_stream_is_closed_ends_with_stream_closed() -> None:
-    async def deaf(_: Stream) -> None:
-        await asyncio.Event().wait()
-
-    async def story(_: Server, connection: Connection) -> None:
-        stream = await connection.stream("Test/Deaf")
-
-        async def send_on() -> None:
-            while True:
-                await stream.send(bytes(1 << 20))
-
-        sending = asyncio.create_task(send_on())
-        await asyncio.wait({sending}, timeout=0.5)
-        assert not sending.done()
-        await stream.close()
-        with pytest.raises(StreamClosed):
-            await sending
-
-    play(story, streams={"Test/Deaf": deaf})
-
-
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_a_cancelled_task_is_cancelled_also_when_it_waits_on_a_stream(closed_first: bool) -> None:
     async def story(_: Server, connection: Connection) -> None:
