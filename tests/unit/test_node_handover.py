@@ -193,10 +193,10 @@ moves = st.lists(
 
 
 @given(moves, st.sampled_from(["carry", "drop"]), st.integers(0, 3))
-def test_a_step_enters_the_anchor_at_most_once_whatever_happens(
+def test_what_is_offered_is_what_is_not_counted_yet_whatever_happens(
     story: list[tuple[str, int]], late: Literal["carry", "drop"], max_carry_rounds: int
 ) -> None:
-    """A ledger beside the books: the steps in a contribution are those since the last one listed."""
+    """A ledger beside the books: a snapshot moves it on, another trainer begins a new one."""
     books, steps, round_, life = desk(late=late, max_carry_rounds=max_carry_rounds), 0, 0, 1
     ends = 0  # up to which step of this life the books have counted
     for number, (move, count) in enumerate(story):
