@@ -18,7 +18,8 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on closed connections are not for users
+    # Its notes on closed connections are not for users.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         app()
     except AtollError as error:

@@ -26,6 +26,7 @@ TENSORS = (
     TensorLayout("large", (5_000,), "float32"),
     TensorLayout("scale", (), "float32"),
     TensorLayout("other", (40, 200), "float32"),
+    TensorLayout("bias", (7,), "float32"),
 )
 CODECS = ["fp32", "bf16", "int8"]
 
