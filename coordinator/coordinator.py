@@ -154,6 +154,8 @@ class Coordinator:
                 return self._decide(r.GoneArrived(signed.signer, gone.round, gone.root))
             case "part_root":
                 decode_part_root(payload)
+                if signed.signer not in self.chain.members:
+                    return "not a member of this run's view"
                 self._publish(pb.Event(part_root=signed_to_pb(signed)))
             case "progress":
                 if signed.signer not in self._membership.present:
@@ -210,8 +212,8 @@ class Coordinator:
         return rejected
 
     def _append(self, closed: ClosedRecord) -> None:
-        record = self.chain.append(closed)  # checks it first: what does not hold is never stored
-        self._store.append(record.slot, closed)
+        self._store.append(self.chain.check(closed).slot, closed)
+        record = self.chain.append(closed)
         self._proposer.slot_closed()
         self._publish(pb.Event(record=closed_to_pb(closed)))
         log.info(

@@ -293,17 +293,17 @@ class Proposer:
         self._parts[fragment] = parts
         return parts
 
-    def _needed(self, plan: Plan) -> int:
-        """Reports that close the slot. The run ends only when all who are alive have come to its end: after
-        it nobody is left to fetch a missed round from."""
-        if plan.kind is SlotKind.FINISH:
-            return max(self._chain.durability, len(self._alive & self._chain.members))
-        return self._chain.durability
+    def _enough(self, plan: Plan, reports: list[Signed]) -> bool:
+        """d equal reports close a slot. The run ends only when all who are alive have come to its end:
+        after it nobody is left to fetch a missed round from."""
+        awaited = self._alive & self._chain.members if plan.kind is SlotKind.FINISH else frozenset()
+        signers = {signed.signer for signed in reports}
+        return len(reports) >= self._chain.durability and awaited <= signers
 
     def _close(self) -> list[Effect]:
         plan = self._open.plan
         reports = matching(self._open.reports.values(), self._chain.members)
-        if plan is None or len(reports) < self._needed(plan):
+        if plan is None or not self._enough(plan, reports):
             return []
         outcome = self._open.reports[reports[0].signer][1].outcome
         record = record_for(plan, outcome, self._chain.head_hash, self._chain)

@@ -70,30 +70,35 @@ class Handover:
             boundary.incarnation, root, boundary.tokens, boundary.steps
         )
 
-    def apply(self, fragment: int, round_: int, commit: Commit) -> Reference:
-        """How the trainer is to apply this commit; updates the books."""
+    def apply(self, fragment: int, round_: int, commit: Commit, boundary: Boundary) -> Reference:
+        """How the trainer, waiting at `boundary`, is to apply this commit; updates the books."""
         state = self.fragments[fragment]
         mine, kept = commit.participant(self.me), state.snapshot
         jumped = max(1, (round_ - state.given_round) // len(self.fragments))
         state.given_round, state.snapshot = round_, None
         if mine is not None:
             state.missed = 0
-            return self._listed(fragment, mine.root, kept)
+            return self._listed(fragment, mine.root, kept, boundary)
         state.missed += jumped
         if self.late == "drop" or state.missed > self.max_carry_rounds:
             state.missed = 0
-            return self._reset(fragment)
+            return self._reset(fragment, boundary)
         return "anchor"
 
-    def _listed(self, fragment: int, root: Digest, kept: Snapshot | None) -> Reference:
+    def _listed(
+        self, fragment: int, root: Digest, kept: Snapshot | None, boundary: Boundary
+    ) -> Reference:
         if kept is not None and kept.root == root:
             if kept.incarnation != self.incarnation:
                 return "anchor"  # this trainer never took those steps
             self.counted_tokens[fragment] = kept.tokens
             self.counted_steps[fragment] = kept.steps
             return "snapshot"
-        return self._reset(fragment)
+        return self._reset(fragment, boundary)
 
-    def _reset(self, fragment: int) -> Reference:
+    def _reset(self, fragment: int, boundary: Boundary) -> Reference:
+        """What was trained up to here is in no anchor and will be in none."""
+        self.counted_tokens[fragment] = boundary.tokens
+        self.counted_steps[fragment] = boundary.steps
         self.resets += 1
         return "reset"

@@ -96,22 +96,35 @@ class Replica:
 
     def save(self, path: Path) -> None:
         """Snapshot of all fragments, atomic and fsynced."""
-        tensors, metadata = {}, {"rounds": ",".join(map(str, self.rounds))}
-        for number, buffers in enumerate(self._current):
-            tensors[f"{number}.anchor"] = buffers.anchor
-            for name, array in zip(self._transform.state_names, buffers.state, strict=True):
-                tensors[f"{number}.{name}"] = array
+        metadata = {"rounds": ",".join(map(str, self.rounds))}
+        tensors = {
+            f"{number}.{name}": array
+            for number, buffers in enumerate(self._current)
+            for name, array in zip(self._array_names, (buffers.anchor, *buffers.state), strict=True)
+        }
         write_atomically(path, save(tensors, metadata))
 
     def restore(self, path: Path) -> None:
-        """Raises InvariantBroken if the snapshot is not one of this run's layout."""
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            self.rounds = [int(r) for r in metadata.get("rounds", "").split(",") if r]
-            for number, buffers in enumerate(self._current):
-                _copy(file.get_tensor(f"{number}.anchor"), buffers.anchor, path)
-                for name, array in zip(self._transform.state_names, buffers.state, strict=True):
-                    _copy(file.get_tensor(f"{number}.{name}"), array, path)
+        """Raises InvariantBroken unless the file is a whole snapshot of this run's layout and optimizer."""
+        expected = {f"{n}.{name}" for n in range(len(self.rounds)) for name in self._array_names}
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                rounds = [int(r) for r in (file.metadata() or {}).get("rounds", "").split(",")]
+                if set(file.keys()) != expected or len(rounds) != len(self.rounds):
+                    raise ValueError("it holds other arrays")
+                for number, buffers in enumerate(self._current):
+                    arrays = (buffers.anchor, *buffers.state)
+                    for name, array in zip(self._array_names, arrays, strict=True):
+                        _copy(file.get_tensor(f"{number}.{name}"), array)
+        except (ValueError, safetensors.SafetensorError) as error:
+            raise InvariantBroken(
+                f"{path}: not a snapshot of this run ({error}): remove it to start from the run's own"
+            ) from None
+        self.rounds = rounds
+
+    @property
+    def _array_names(self) -> tuple[str, ...]:
+        return ("anchor", *self._transform.state_names)
 
     def named_tensors(self) -> dict[str, FloatArray]:
         """The anchor as the model's parameters, in their own shapes."""
@@ -135,9 +148,9 @@ def _state_leaf(buffers: _Buffers, cell: Cell) -> Digest:
     return leaf(state_digest(buffers.anchor[at], tuple(array[at] for array in buffers.state)))
 
 
-def _copy(source: FloatArray, target: FloatArray, path: Path) -> None:
+def _copy(source: FloatArray, target: FloatArray) -> None:
     if source.shape != target.shape or source.dtype != np.float32:
-        raise InvariantBroken(
-            f"{path}: a snapshot of another layout: remove it to start from the run"
+        raise ValueError(
+            f"an array of {source.shape} {source.dtype} in place of {target.shape} float32"
         )
     np.copyto(target, source)

@@ -80,7 +80,7 @@ class Rounds:
         self._exchange: Exchange | None = None
         self._early: list[tuple[IslandId, Frame]] = []
         self._past_plans: deque[Digest] = deque(maxlen=_PAST_PLANS)
-        self._plan_bytes = b""
+        self._plan_bytes: dict[Digest, bytes] = {}
         self._part_roots: dict[tuple[Digest, int], Signed] = {}
         self._up_bps = 0.0
         self.addresses: dict[IslandId, str] = {}
@@ -99,14 +99,16 @@ class Rounds:
         return not any(isinstance(effect, rm.RefuseTerm) for effect in effects)
 
     async def take_plan(self, plan_bytes: bytes) -> None:
-        self._plan_bytes = plan_bytes
-        await self._step(rm.PlanArrived(decode_plan(plan_bytes), plan_id(plan_bytes)))
+        pid = plan_id(plan_bytes)
+        self._plan_bytes[pid] = plan_bytes
+        await self._step(rm.PlanArrived(decode_plan(plan_bytes), pid))
 
     async def take_record(self, closed: ClosedRecord) -> None:
         """The next record of the chain; one we have is checked against ours and left."""
         record = self._state.append(closed)
         if record is None:
             return
+        self._plan_bytes.clear()
         await self._step(rm.RecordArrived(record, closed))
         if record.slot == 0:
             self._events.write("opened", islands=[m.name for m in self._state.chain.view])
@@ -165,7 +167,7 @@ class Rounds:
                     await self._stage(plan, pid)
                 case rm.Vote(report):
                     signed = self._around.wiring.identity.sign("report", encode_report(report))
-                    self._state.journal.vote(report.slot, signed, self._plan_bytes)
+                    self._state.journal.vote(report.slot, signed, self._plan_bytes[report.plan_id])
                     self._around.outbox.put("report", signed)
                 case rm.Apply(record, staged):
                     await self._apply(record, staged)

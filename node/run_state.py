@@ -117,6 +117,18 @@ class RunState:
         commits = (decode_record(c.record).commit for c in records)
         return [commit.reduced_root for commit in commits if commit is not None]
 
+    def _check_snapshot(self) -> None:
+        """The snapshot is what the chain says of its rounds."""
+        for fragment, round_ in enumerate(self.replica.rounds):
+            expected = self.start.fragment_roots[fragment]
+            if round_:
+                expected = committed(self.record(round_)).new_root
+            if self.replica.root(fragment) != expected:
+                raise InvariantBroken(
+                    f"{self._site.snapshot}: damaged: fragment {fragment} is not that of round {round_}: "
+                    "remove the file to start from the run's own"
+                )
+
     def restore(self) -> list[Record]:
         """Reads chain and snapshot back and replays stored updates.
 
@@ -124,6 +136,7 @@ class RunState:
         """
         records = [self.chain.append(closed) for closed in self.journal.records()]
         self.replica.restore(self._site.snapshot)
+        self._check_snapshot()
         missing: list[Record] = []
         for record in records:
             commit = record.commit

@@ -87,7 +87,7 @@ def load_settings(path: Path) -> TrainerSettings:
         table = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     return parse_table(TrainerSettings, table, str(path))
 

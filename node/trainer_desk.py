@@ -149,7 +149,7 @@ class TrainerDesk:
     async def _hand_over(self, boundary: Boundary, record: Record) -> None:
         commit, chain = committed(record), self._state.chain
         number = commit.fragment
-        ref = self.handover.apply(number, record.slot, commit)
+        ref = self.handover.apply(number, record.slot, commit, boundary)
         state = self.handover.fragments[number]
         state.slot = 1 - state.slot
         anchor = self._state.replica.anchor(number)

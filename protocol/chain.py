@@ -87,36 +87,42 @@ class Chain:
 
     @property
     def committed_tokens(self) -> int:
-        """Tokens that have entered the anchor; a token counts when all fragments have it."""
+        """Tokens that have entered the anchor, averaged over its fragments."""
         return self._fragment_tokens // max(1, len(self.bases))
 
     def steps_of(self, island: IslandId) -> int:
-        """Inner steps of this island that have entered the anchor."""
+        """Inner steps of this island that have entered the anchor, averaged over its fragments."""
         return self._fragment_steps.get(island, 0) // max(1, len(self.bases))
 
     def fragment_of(self, round_: int) -> int:
         return round_ % len(self.bases)
 
-    def append(self, closed: ClosedRecord) -> Record:
-        """Checks and adds the next record.
+    def check(self, closed: ClosedRecord) -> Record:
+        """Decodes a record that this chain holds already, or that may follow its head.
 
-        Raises InvariantBroken if it contradicts what this chain holds (a fork), BadFrame if it is not
-        certified.
+        Raises InvariantBroken if it contradicts this chain (a fork), BadFrame if it is not certified.
         """
         record = decode_record(closed.record)
         if record.run_id != self.run_id:
             raise BadFrame(f"a record of run {record.run_id}, this is run {self.run_id}")
         if record.slot <= self.head_slot:
             self._same(record.slot, closed)
-            return record
-        if record.slot != self.head_slot + 1 or record.previous != self.head_hash:
+        elif record.slot != self.head_slot + 1 or record.previous != self.head_hash:
             raise InvariantBroken(
                 f"E-LOG-FORK: record of slot {record.slot} does not follow slot {self.head_slot} here"
             )
+        elif record.kind is not SlotKind.GENESIS:
+            self._check_certificate(record, decode_certificate(closed.certificate))
+        return record
+
+    def append(self, closed: ClosedRecord) -> Record:
+        """Checks and adds the next record; one that is there already changes nothing."""
+        record = self.check(closed)
+        if record.slot <= self.head_slot:
+            return record
         if record.kind is SlotKind.GENESIS:
             self._open(record)
         else:
-            self._check_certificate(record, decode_certificate(closed.certificate))
             self._apply(record)
         self.records.append(closed)
         self.head_hash = record_hash(closed.record)
@@ -133,11 +139,11 @@ class Chain:
         if self._owner is not None and signed.signer != self._owner:
             raise BadFrame(f"genesis is signed by {short(signed.signer)}, not by the run's owner")
         genesis = decode_genesis(verified(signed, "genesis"))
-        self.start = verified_start(genesis.start, signed.signer)
-        self.view = genesis.view
-        if self.start.run_id != self.run_id:
-            raise BadFrame(f"genesis of run {self.start.run_id}, this is run {self.run_id}")
-        self.bases = [Base(0, root) for root in self.start.fragment_roots]
+        start = verified_start(genesis.start, signed.signer)
+        if start.run_id != self.run_id:
+            raise BadFrame(f"genesis of run {start.run_id}, this is run {self.run_id}")
+        self.start, self.view = start, genesis.view
+        self.bases = [Base(0, root) for root in start.fragment_roots]
 
     def _check_certificate(self, record: Record, certificate: Certificate) -> None:
         plan = decode_plan(certificate.plan)

@@ -67,6 +67,7 @@ class GrpcTransport:
         return _GrpcServer(server, f"{host}:{port}")
 
     async def connect(self, address: str) -> Connection:
+        host_of(address)
         return _GrpcConnection(address, grpc.aio.insecure_channel(address, options=_OPTIONS))
 
 
@@ -141,6 +142,7 @@ class _ServerStream:
 class _GrpcConnection:
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self._address, self._channel = address, channel
+        self._closed = False
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         try:
@@ -150,18 +152,26 @@ class _GrpcConnection:
             raise _mapped(error, self._address) from None
         except grpc.aio.UsageError as error:
             raise PeerUnreachable(f"{self._address}: {error}") from None
+        except asyncio.CancelledError:
+            _raise_if_ours(self._closed, self._address)
+            raise
         return answer
 
     async def stream(self, method: str) -> Stream:
-        return _ClientStream(self._address, self._channel.stream_stream(_PREFIX + method)())
+        try:
+            call: Any = self._channel.stream_stream(_PREFIX + method)()
+        except grpc.aio.UsageError as error:
+            raise PeerUnreachable(f"{self._address}: {error}") from None
+        return _ClientStream(self._address, call)
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close()
 
 
 class _ClientStream:
     def __init__(self, address: str, call: Any) -> None:
-        self._address, self._call = address, call
+        self._address, self._call, self._closed = address, call, False
 
     async def send(self, message: bytes) -> None:
         try:
@@ -171,7 +181,7 @@ class _ClientStream:
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             raise StreamClosed(f"{self._address}: the stream is closed: {error}") from None
         except asyncio.CancelledError:
-            self._raise_if_closed()
+            _raise_if_ours(self._closed or self._call.cancelled(), self._address)
             raise
 
     async def receive(self) -> bytes | None:
@@ -183,27 +193,29 @@ class _ClientStream:
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
         except asyncio.CancelledError:
-            self._raise_if_closed()
+            _raise_if_ours(self._closed or self._call.cancelled(), self._address)
             raise
         if code is not grpc.StatusCode.OK:
             raise StreamClosed(f"{self._address}: {code.name}: {await self._call.details()}")
         return None
 
-    def _raise_if_closed(self) -> None:
-        """grpc tells a cancelled call by CancelledError, as if it were the task that was cancelled."""
-        task = asyncio.current_task()
-        if self._call.cancelled() and not (task is not None and task.cancelling()):
-            raise StreamClosed(f"{self._address}: closed on this side")
-
     async def close(self) -> None:
+        self._closed = True
         if not self._call.done():
             self._call.cancel()
+
+
+def _raise_if_ours(closed: bool, address: str) -> None:
+    """grpc tells a call that was closed by CancelledError, as if it were the task that was cancelled."""
+    task = asyncio.current_task()
+    if closed and not (task is not None and task.cancelling()):
+        raise StreamClosed(f"{address}: closed on this side")
 
 
 def host_of(address: str) -> str:
     """Raises ConfigError unless the address is host:port with a port of 0 to 65535."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > _LAST_PORT:
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > _LAST_PORT:
         raise ConfigError(f"{address}: an address is host:port, with a port of 0 to {_LAST_PORT}")
     return host
 

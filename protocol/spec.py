@@ -250,7 +250,14 @@ def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str
         elif fault["type"] == "value_error":
             yield str(fault["ctx"]["error"])
         else:
-            yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {fault['input']!r})"
+            yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {_shown(fault['input'])})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except ValueError:  # an integer of thousands of digits
+        return "too long to show"
 
 
 def _names(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
