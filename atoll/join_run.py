@@ -8,14 +8,17 @@ from pathlib import Path
 from node.join import join
 from node.site import Site
 from protocol.errors import ConfigError
-from protocol.grpc_transport import GrpcTransport, host_of
+from protocol.grpc_transport import GrpcTransport
 from protocol.state_dir import write_atomically
+from protocol.transport import host_of
 
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
 
 async def join_run(site: Site, out: Path | None) -> None:
     """Raises ConfigError if other islands could not be told where this one is."""
+    if site.advertise is not None:
+        host_of(site.advertise)
     if site.advertise is None and host_of(site.listen) in EVERYWHERE:
         raise ConfigError(
             f"--listen {site.listen}: others need an address they can reach: add --advertise host:port"

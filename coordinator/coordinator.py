@@ -20,11 +20,12 @@ from coordinator.store import Store
 from protocol import atoll_coordinator_pb2 as pb
 from protocol import atoll_records_pb2 as records_pb
 from protocol.chain import Chain, genesis_record
-from protocol.errors import BadFrame
+from protocol.errors import BadFrame, ConfigError
 from protocol.identity import short, verified
 from protocol.layout import Layout, build_layout
 from protocol.messages import ClosedRecord, Endpoint, Genesis, IslandId, Signed, Term
 from protocol.run_files import Run
+from protocol.transport import host_of
 from protocol.wire import (
     closed_to_pb,
     decode_part_root,
@@ -162,6 +163,9 @@ class Coordinator:
                     return "register first"
                 self._progress[signed.signer] = parse(pb.Progress, payload)
             case "leave":
+                known = self.chain.members | self._membership.present.keys()
+                if signed.signer not in known or payload != self.chain.run_id.encode():
+                    return "not of this run"
                 self._left.add(signed.signer)
                 for effect in self._membership.step(m.Left(signed.signer), self._now_s()):
                     self._carry_out_membership(effect)
@@ -276,6 +280,11 @@ class Coordinator:
 def registration_event(registration: pb.Registration, island: IslandId) -> m.Registered:
     if len(registration.endpoints) > MAX_ENDPOINTS:
         raise BadFrame(f"registration: at most {MAX_ENDPOINTS} endpoints")
+    for endpoint in registration.endpoints:
+        try:
+            host_of(endpoint.address)
+        except ConfigError as error:
+            raise BadFrame(f"registration: {error}") from None
     return m.Registered(
         member=member_from_pb(records_pb.Member(island=island, name=registration.name)),
         endpoints=tuple(Endpoint(e.address, e.first_cell, e.cells) for e in registration.endpoints),

@@ -7,12 +7,12 @@ cannot be delivered is tried again until it is answered or its caller gives up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
 from protocol import atoll_coordinator_pb2 as pb
-from protocol.errors import NotAdmitted, StaleTerm, TransportError
+from protocol.errors import BadFrame, NotAdmitted, StaleTerm, TransportError
 from protocol.identity import Identity
 from protocol.messages import Endpoint, Signed, Term
 from protocol.transport import Connection, Transport
@@ -57,7 +57,7 @@ class CoordinatorClient:
         self.term = term_from_pb(reply.term)
         return None
 
-    async def watch(self, run_id: str, from_slot: int) -> AsyncIterator[pb.Event]:
+    async def watch(self, run_id: str, from_slot: int) -> AsyncGenerator[pb.Event, None]:
         """Events from `from_slot` on. Raises TransportError when the stream ends."""
         request = pb.WatchRequest(run_id=run_id, island=self._identity.island, from_slot=from_slot)
         stream = await self._connection.stream("Coordinator/Watch")
@@ -76,16 +76,21 @@ class CoordinatorClient:
         while True:
             if self.term is None:
                 raise StaleTerm("not registered")
-            request.term.CopyFrom(term_to_pb(self.term))
+            term = self.term
+            request.term.CopyFrom(term_to_pb(term))
             try:
                 answer = await self._connection.call(
                     "Coordinator/Post", request.SerializeToString(), _CALL_S
                 )
+            except BadFrame as error:
+                return str(error)  # it would be no better the next time
             except TransportError as error:
                 log.warning("coordinator_unreachable", reason=str(error), retry_s=_RETRY_S)
                 await asyncio.sleep(_RETRY_S)
                 continue
             reply = parse(pb.PostReply, answer)
+            if reply.refused and self.term != term:
+                continue  # registered under a newer one meanwhile
             if reply.refused:
                 raise StaleTerm("another coordinator term rules")
             return reply.rejected

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import structlog
@@ -32,7 +32,7 @@ from node.trainer_desk import TrainerDesk
 from node.trainer_link import TrainerLink
 from node.update_donor import UpdateDonor
 from protocol import atoll_coordinator_pb2 as pb
-from protocol.errors import RunMismatch, TransportError
+from protocol.errors import RunMismatch, StreamClosed, TransportError
 from protocol.frames import Frame
 from protocol.identity import Identity
 from protocol.messages import Endpoint, IslandId, Record
@@ -60,6 +60,7 @@ class Daemon:
     ) -> None:
         self._site, self._me, self.state = site, identity.island, state
         self._transport, self._events, self._trainer_link = transport, events, trainer_link
+        self._compute = compute
         self._inbox: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._outbox = Outbox(identity)
         self._desk = TrainerDesk(state, self._me, trainer_link, compute, events.write)
@@ -92,7 +93,7 @@ class Daemon:
         """
         streams = {
             "Peer/Exchange": self._links.serve,
-            "Peer/Update": UpdateDonor(self.state).serve,
+            "Peer/Update": UpdateDonor(self.state, self._compute).serve,
         }
         server = await self._transport.serve(self._site.listen, {}, streams)
         self._put(self._rounds.take_up, missing)
@@ -134,14 +135,22 @@ class Daemon:
         while True:
             try:
                 await self._register(client, server)
-                async for event in client.watch(run_id, self.state.chain.head_slot + 1):
-                    self._put(self._take_event, event)
+                self._put(self._rounds.say_again)
+                events = client.watch(run_id, self.state.chain.head_slot + 1)
+                async with aclosing(events):
+                    async for event in events:
+                        if event.WhichOneof("body") == "peers":
+                            self._take_peers(
+                                event.peers
+                            )  # at once: a repair may wait for an address
+                        self._put(self._take_event, event)
             except TransportError as error:
-                log.warning("coordinator_lost", reason=str(error), retry_s=_RETRY_S)
+                if not self.finished.is_set():
+                    log.warning("coordinator_lost", reason=str(error), retry_s=_RETRY_S)
             await asyncio.sleep(_RETRY_S)
 
     async def _register(self, client: CoordinatorClient, server: Server) -> None:
-        """Promises the coordinator's term, stored first; then says again what it may not know."""
+        """Promises the coordinator's term, stored first."""
         registration = registration_of(
             self.state.start.run_id,
             self._site.name,
@@ -153,7 +162,6 @@ class Daemon:
             if not await self._rounds.obey(other):
                 log.warning("old_coordinator", its_term=other.counter)
                 await asyncio.sleep(_RETRY_S)
-        self._rounds.say_again()
 
     async def _take_event(self, event: pb.Event) -> None:
         if not await self._rounds.obey(term_from_pb(event.term)):
@@ -163,8 +171,6 @@ class Daemon:
                 await self._rounds.take_record(closed_from_pb(event.record))
             case "plan":
                 await self._rounds.take_plan(event.plan)
-            case "peers":
-                self._take_peers(event.peers)
             case "part_root":
                 self._rounds.take_part_root(signed_from_pb(event.part_root))
             case "lobby":
@@ -175,6 +181,8 @@ class Daemon:
             member_from_pb(p.member).island: p.endpoints[0].address if p.endpoints else ""
             for p in peers.peers
         }
+        if self._me not in self._rounds.addresses:
+            raise StreamClosed("the coordinator has given up our place")  # so we register again
         if self.state.chain.opened:
             self._links.set_peers(self._rounds.addresses)
 
@@ -198,7 +206,7 @@ class Daemon:
                 await self._desk.arrive(message)
                 await self._rounds.offer()
             case Evaluation(round_, loss):
-                tokens = self.state.chain.committed_tokens
+                tokens = self._desk.tokens_at.pop(round_, self.state.chain.committed_tokens)
                 self._desk.loss = loss
                 self._events.write("evaluation", round=round_, tokens=tokens, loss=loss)
             case _:
@@ -239,7 +247,7 @@ class Daemon:
 
     async def say_goodbye(self) -> None:
         """Tells the coordinator, if it is there to be told."""
-        self._outbox.sign_and_put("leave", b"")
+        self._outbox.sign_and_put("leave", self.state.start.run_id.encode())
         with suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
                 await self._outbox.drained()

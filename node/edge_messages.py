@@ -140,7 +140,7 @@ class Stop:
 
 Message = Hello | Boundary | Applied | Evaluation | Welcome | Apply | GoOn | Refused | Stop
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _CHECKS = {
     kind.__name__: TypeAdapter[Message](with_config(_STRICT)(kind)) for kind in get_args(Message)
 }

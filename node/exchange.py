@@ -36,6 +36,7 @@ log = structlog.get_logger()
 # Below these a measured rate is that of a buffer, not of a line.
 _TELLING_BYTES = 4 << 20
 _TELLING_S = 0.5
+_MOST_GRANTS = 1_024
 
 Compute = Callable[..., Awaitable[Any]]
 """Runs a blocking function off the event loop (or inline, in virtual time)."""
@@ -93,7 +94,7 @@ class Exchange:
         if self._contribution is not None:
             for part in self.plan.parts:
                 if part.owner != self._me:
-                    self._grants[part.owner] = asyncio.Queue()
+                    self._grants[part.owner] = asyncio.Queue(_MOST_GRANTS)
                     jobs.append(self._with_link(part.owner, partial(self._offer, part)))
         if self.sum is not None:
             jobs.append(self._reduce(self.sum))
@@ -208,8 +209,11 @@ class Exchange:
         match frame.kind:
             case FrameKind.CREDIT:
                 part = self._part_of(peer, frame)
-                if part.owner in self._grants:
-                    self._grants[part.owner].put_nowait((frame.first_cell, frame.cells))
+                grants = self._grants.get(part.owner)
+                if grants is not None:
+                    if grants.full():
+                        raise BadFrame("more credit than can be used")
+                    grants.put_nowait((frame.first_cell, frame.cells))
             case FrameKind.LEAVES:
                 cells = frame.first_cell, frame.cells
                 self._owned().take_leaves(peer, cells, bytes(frame.payload))

@@ -31,7 +31,8 @@ from protocol.transport import Transport
 log = structlog.get_logger()
 
 _COORDINATOR_PATIENCE_S = 30.0
-_TRAINER_FAREWELL_S = 60.0
+_EARLY_END_S = 5.0  # between the trainer's end and the commit that explains it
+_FAREWELL_S = 60.0  # for the last evaluation, after the run is finished
 
 
 async def join(site: Site, transport: Transport) -> Daemon:
@@ -101,10 +102,12 @@ async def _live(
             write_atomically(site.trainer_settings, _trainer_settings(daemon, site, described))
             trainer = _trainer(daemon, site)
             training = asyncio.create_task(trainer.run())
-            await _first(following, daemon.finished.wait(), _lasting(training))
-            await _first(following, asyncio.wait({training}, timeout=_TRAINER_FAREWELL_S))
+            await _first(following, daemon.finished.wait(), _lasting(daemon, training))
+            await _first(following, asyncio.wait({training}, timeout=_FAREWELL_S))
             if training.done():
                 training.result()
+            else:
+                log.warning("trainer_still_busy", waited_s=_FAREWELL_S)
         await daemon.say_goodbye()
     finally:
         if trainer is not None and training is not None:
@@ -114,10 +117,12 @@ async def _live(
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _lasting(training: asyncio.Task[None]) -> None:
-    """Raises if the trainer fails, or ends long before the run does."""
+async def _lasting(daemon: Daemon, training: asyncio.Task[None]) -> None:
+    """Raises if the trainer fails, or ends long before its work is done."""
     await asyncio.shield(training)
-    await asyncio.sleep(_TRAINER_FAREWELL_S)
+    await asyncio.sleep(_EARLY_END_S)
+    if daemon.state.chain.committed_tokens >= daemon.state.spec.target_tokens:
+        await asyncio.Event().wait()  # the run's end waits for others
     raise TrainerFailed("the trainer ended before the run did: see its log")
 
 

@@ -7,6 +7,7 @@ go. Every cell is checked against the leaf its sender signed, every norm against
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -155,7 +156,8 @@ class PartSum:
         return encoded
 
     def _check_norm(self, island: IslandId, norm: float, claim: float) -> None:
-        if abs(norm - claim) > _NORM_TOLERANCE * max(norm, claim):
+        close = abs(norm - claim) <= _NORM_TOLERANCE * max(norm, claim)
+        if not (math.isfinite(claim) and close):
             raise InvariantBroken(
                 f"{short(island)} signed a squared norm of {claim} for a cell whose own is {norm}: "
                 "its contribution is false"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from protocol import atoll_peer_pb2 as pb
-from protocol.errors import AtollError, BadFrame, TransportError
+from protocol.errors import AtollError, BadFrame, ConfigError, StreamClosed, TransportError
 from protocol.frames import Frame, FrameKind, decode_frame, encode_frame
 from protocol.identity import short
 from protocol.messages import IslandId
@@ -36,8 +36,16 @@ class Link:
         self._sending = asyncio.Lock()
 
     async def send(self, frame: bytes) -> None:
-        """Raises TransportError if the link is gone."""
+        """Raises TransportError if the link is gone.
+
+        What was begun is sent, also when the caller is cancelled: a cancelled write breaks a gRPC stream.
+        """
+        await asyncio.shield(self._send(frame))
+
+    async def _send(self, frame: bytes) -> None:
         async with self._sending:
+            if self.lost.is_set():
+                raise StreamClosed("the link is gone")
             await self._stream.send(frame)
 
     async def receive(self) -> Frame | None:
@@ -87,7 +95,15 @@ class PeerLinks:
         hello = parse(pb.PeerHello, bytes(frame.payload))
         if hello.run_id != self._run_id:
             raise BadFrame(f"this island is in run {self._run_id}, not {hello.run_id}")
+        if hello.island not in self._addresses:
+            raise BadFrame("not an island of this run, or not heard of yet: dial again")
         await self._run(Link(IslandId(hello.island), stream))
+
+    async def drop(self, island: IslandId) -> None:
+        """Both sides begin anew on the next link."""
+        link = self._links.get(island)
+        if link is not None:
+            await self._unregister(link)
 
     def stop_dialling(self) -> None:
         """No link that breaks from now on is opened again by us."""
@@ -103,16 +119,18 @@ class PeerLinks:
     async def _keep_dialling(self, island: IslandId, address: str) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while not self._resting:
-            connection = await self._transport.connect(address)
+            connection: Connection | None = None
             try:
+                connection = await self._transport.connect(address)
                 if await self._dial(island, connection):
                     backoff_s = _FIRST_BACKOFF_S
-            except TransportError as error:
+            except (TransportError, ConfigError) as error:
                 if self._resting:
                     return
                 log.warning("link_lost", peer=short(island), reason=str(error), retry_s=backoff_s)
             finally:
-                await connection.close()
+                if connection is not None:
+                    await connection.close()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
@@ -124,10 +142,10 @@ class PeerLinks:
 
     async def _run(self, link: Link) -> bool:
         """Reads a link until it ends; True if at least one frame came."""
-        await self._register(link)
         heard = False
         try:
-            while (frame := await link.receive()) is not None:
+            await self._register(link)
+            while (frame := await self._next(link)) is not None:
                 heard = True
                 self._on_frame(link.island, frame)
         except BadFrame as error:
@@ -136,6 +154,18 @@ class PeerLinks:
         finally:
             await self._unregister(link)
         return heard
+
+    async def _next(self, link: Link) -> Frame | None:
+        """The next frame; None at the end of the stream, and when the link is dropped on this side."""
+        frame = asyncio.ensure_future(link.receive())
+        lost = asyncio.ensure_future(link.lost.wait())
+        try:
+            await asyncio.wait({frame, lost}, return_when=asyncio.FIRST_COMPLETED)
+            return frame.result() if frame.done() else None
+        finally:
+            frame.cancel()
+            lost.cancel()
+            await asyncio.gather(frame, lost, return_exceptions=True)
 
     async def _register(self, link: Link) -> None:
         old = self._links.get(link.island)

@@ -1,7 +1,8 @@
 """This island's rounds: carries out, in order, what the pure round machine decides.
 
 The machine says what; this file is how: exchange, disk, votes, the swap of anchors, the trainer's answer.
-It runs in the daemon's one task and is never entered twice at a time.
+It runs in the daemon's one task and is never entered twice at a time; only `obey`, which stores a promise
+and returns, is also called by the task that registers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from outer_optimizer.encoding import BadEncoding
 from outer_optimizer.finite import NonFinite
 from protocol import atoll_coordinator_pb2 as pb
 from protocol import round as rm
-from protocol.errors import InvariantBroken, TrainerFailed
+from protocol.errors import BadFrame, InvariantBroken, TrainerFailed
 from protocol.frames import Frame
 from protocol.identity import short, verified
 from protocol.messages import ClosedRecord, Digest, IslandId, Plan, Ready, Record, Signed, Term
@@ -78,10 +79,10 @@ class Rounds:
         )
         self._contribution: Contribution | None = None
         self._exchange: Exchange | None = None
-        self._early: list[tuple[IslandId, Frame]] = []
+        self._early: deque[tuple[IslandId, Frame]] = deque(maxlen=_EARLY_FRAMES)  # the oldest go
         self._past_plans: deque[Digest] = deque(maxlen=_PAST_PLANS)
         self._plan_bytes: dict[Digest, bytes] = {}
-        self._part_roots: dict[tuple[Digest, int], Signed] = {}
+        self._part_roots: dict[tuple[Digest, IslandId, int], Digest] = {}
         self._up_bps = 0.0
         self.addresses: dict[IslandId, str] = {}
         self.opened, self.finished = asyncio.Event(), asyncio.Event()
@@ -109,6 +110,7 @@ class Rounds:
         if record is None:
             return
         self._plan_bytes.clear()
+        self._part_roots.clear()
         await self._step(rm.RecordArrived(record, closed))
         if record.slot == 0:
             self._events.write("opened", islands=[m.name for m in self._state.chain.view])
@@ -118,8 +120,8 @@ class Rounds:
     def take_part_root(self, signed: Signed) -> None:
         """Two signed roots of one part of one plan prove that its owner told us different sums."""
         part = decode_part_root(verified(signed, "part_root"))
-        known = self._part_roots.setdefault((part.plan_id, part.first_cell), signed)
-        if known.signer == signed.signer and decode_part_root(known.payload).root != part.root:
+        key = part.plan_id, signed.signer, part.first_cell
+        if self._part_roots.setdefault(key, part.root) != part.root:
             raise InvariantBroken(
                 f"{short(signed.signer)} signed two sums for one part of one plan"
             )
@@ -129,12 +131,13 @@ class Rounds:
         exchange = self._exchange
         if exchange is not None and exchange.plan_id == frame.plan_id:
             exchange.receive(peer, frame)
-        elif frame.plan_id not in self._past_plans and len(self._early) < _EARLY_FRAMES:
+        elif frame.plan_id not in self._past_plans:
             self._early.append((peer, frame))
 
-    def say_again(self) -> None:
+    async def say_again(self) -> None:
         """What a coordinator that has just heard of us may not know."""
-        if self._contribution is not None:
+        held = self._machine.held_roots.get(self._state.chain.head_slot + 1)
+        if self._contribution is not None and self._contribution.root == held:
             self._send_ready(self._contribution)
 
     async def take_up(self, missing: list[Record]) -> None:
@@ -196,9 +199,14 @@ class Rounds:
             ),
         )
         self._exchange.start()
-        early, self._early = self._early, []
+        early = list(self._early)
+        self._early.clear()
         for peer, frame in early:
-            self.take_frame(peer, frame)
+            try:
+                self.take_frame(peer, frame)
+            except BadFrame as error:
+                log.error("bad_frame", peer=short(peer), reason=str(error))
+                await self._around.wiring.links.drop(peer)
 
     async def stop_exchange(self) -> None:
         exchange, self._exchange = self._exchange, None
@@ -227,20 +235,22 @@ class Rounds:
             await self._repair(record)
         self._note_commit(record)
         self._contribution = None
-        self._part_roots.clear()
         await self._desk.applied(record)
         await self.offer()
+        if self._state.snapshot_due(record):
+            await self._around.wiring.compute(self._state.save_snapshot)
 
     async def _repair(self, record: Record) -> None:
         """Fetches the committed cells from whoever holds them, until somebody does."""
         commit = committed(record)
         while True:
-            cells = self._state.stored_update(commit.reduced_root, commit.fragment)
+            compute = self._around.wiring.compute
+            cells = await compute(self._state.stored_update, commit.reduced_root, commit.fragment)
             if cells is None:
                 others = [a for i, a in sorted(self.addresses.items()) if i != self._me and a]
                 cells = await fetch_update(self._around.transport, others, self._state, record)
             if cells is not None:
-                await self._around.wiring.compute(self._state.apply_update, record, cells)
+                await compute(self._state.apply_update, record, cells)
                 self._events.write("repaired", round=record.slot)
                 return
             log.warning("update_nowhere", round=record.slot, retry_s=_RETRY_S)
@@ -250,7 +260,7 @@ class Rounds:
         model = self._around.site.final_model
         tensors = self._state.replica.named_tensors()
         write_atomically(model, await self._around.wiring.compute(save, tensors))
-        self._state.save_snapshot()
+        await self._around.wiring.compute(self._state.save_snapshot)
         self._events.write("finished", round=self._state.chain.head_slot, model=str(model))
         self._around.wiring.links.stop_dialling()
         await self._desk.stop("the run is finished")

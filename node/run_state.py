@@ -73,8 +73,9 @@ class RunState:
                 f"round {record.slot}: the staged anchor is not the committed one"
             )
         self.replica.swap(commit.fragment, record.slot)
-        if record.slot % _SNAPSHOT_EVERY_ROUNDS == 0:
-            self.save_snapshot()
+
+    def snapshot_due(self, record: Record) -> bool:
+        return record.slot % _SNAPSHOT_EVERY_ROUNDS == 0
 
     def apply_update(self, record: Record, reduced: Sequence[bytes]) -> None:
         """Applies a commit from its fetched or stored cells."""

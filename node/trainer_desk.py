@@ -56,6 +56,7 @@ class TrainerDesk:
         self.waiting: Boundary | None = None
         self.totals: Boundary | None = None
         self.loss: float | None = None
+        self.tokens_at: dict[int, int] = {}  # of rounds whose evaluation is asked for
         self._steps_before = 0
 
     # --- greeting ------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class TrainerDesk:
         self._steps_before = chain.steps_of(self._me)
         self.handover.begin(hello.incarnation, self._steps_before, list(replica.rounds))
         for number, buffers in enumerate(self._buffers):
-            np.copyto(buffers[0].values, replica.anchor(number))
+            await self._compute(np.copyto, buffers[0].values, replica.anchor(number))
         welcome = Welcome(
             fragments=tuple(_edge_layout(f) for f in self._state.layout.fragments),
             anchor_slot=(0,) * len(self._buffers),
@@ -81,7 +82,7 @@ class TrainerDesk:
             next_fragment=self._state.fragment_of(self._next_round),
             committed_tokens=chain.committed_tokens,
             islands=len(chain.view),
-            evaluate=self._evaluator and chain.head_slot == 0,
+            evaluate=self._evaluation_due(chain.head_slot, chain.head_slot == 0),
         )
         descriptors = [
             b.fd for anchors in self._buffers for b in (anchors[_SNAPSHOT], *anchors[:2])
@@ -98,6 +99,11 @@ class TrainerDesk:
         """The first island of the view measures the held-out loss."""
         view = self._state.chain.view
         return bool(view) and view[0].island == self._me
+
+    def _evaluation_due(self, round_: int, due: bool) -> bool:
+        if due and self._evaluator:
+            self.tokens_at[round_] = self._state.chain.committed_tokens
+        return due and self._evaluator
 
     # --- boundaries ----------------------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class TrainerDesk:
                 next_fragment=number if carried else self._state.fragment_of(self._next_round),
                 committed_tokens=chain.committed_tokens,
                 islands=len(chain.view),
-                evaluate=self._evaluator and (last or record.slot % every == 0),
+                evaluate=self._evaluation_due(record.slot, last or record.slot % every == 0),
                 last=last,
             )
         )

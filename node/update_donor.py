@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import structlog
 
 from node.cell_chunks import chunks, cut_cells
+from node.exchange import Compute
 from node.run_state import RunState
 from node.update_log import reduced_root_of
 from protocol import atoll_peer_pb2 as pb
-from protocol.errors import BadFrame, TransportError
+from protocol.errors import BadFrame, ConfigError, TransportError
 from protocol.frames import FrameKind, decode_frame, encode_frame
+from protocol.merkle import DIGEST_BYTES
 from protocol.messages import Record
 from protocol.transport import Connection, Stream, Transport
 from protocol.wire import parse
@@ -22,15 +24,17 @@ log = structlog.get_logger()
 class UpdateDonor:
     """Handler of `Peer/Update`."""
 
-    def __init__(self, state: RunState) -> None:
-        self._state = state
+    def __init__(self, state: RunState, compute: Compute) -> None:
+        self._state, self._compute = state, compute
 
     async def serve(self, stream: Stream) -> None:
         request = parse(pb.UpdateRequest, await stream.receive() or b"")
         state = self._state
         if request.run_id != state.start.run_id or request.fragment >= len(state.layout.fragments):
             raise BadFrame(f"updates of run {state.start.run_id} are served here")
-        cells = state.stored_update(request.reduced_root, request.fragment)
+        if len(request.reduced_root) != DIGEST_BYTES:
+            raise BadFrame(f"an update is named by a root of {DIGEST_BYTES} bytes")
+        cells = await self._compute(state.stored_update, request.reduced_root, request.fragment)
         if cells is None:
             await stream.send(encode_frame(FrameKind.MISSING))
             return
@@ -47,14 +51,16 @@ async def fetch_update(
 ) -> list[bytes] | None:
     """The reduced cells of a commit from the first donor that has them, verified; else None."""
     for donor in donors:
-        connection = await transport.connect(donor)
+        connection: Connection | None = None
         try:
+            connection = await transport.connect(donor)
             cells = await _fetch(connection, state, record)
-        except TransportError as error:
+        except (TransportError, ConfigError) as error:
             log.warning("donor_failed", donor=donor, reason=str(error))
             continue
         finally:
-            await connection.close()
+            if connection is not None:
+                await connection.close()
         if cells is not None:
             return cells
     return None

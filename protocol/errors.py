@@ -10,9 +10,9 @@
     │   ├── StreamClosed
     │   └── BadFrame              bytes that are not what the protocol says
     ├── NotAdmitted          (7)  the coordinator answered no, and why
-    ├── StaleTerm            (8)  the sender obeys an older coordinator
+    ├── StaleTerm            (8)  another coordinator term rules
     ├── TrainerFailed        (9)  the trainer process ended or never came up
-    ├── RunFailed           (10)  a simulated or joined run did not reach its end
+    ├── RunFailed           (10)  a simulation failed, or the start state could not be made
     └── InvariantBroken     (70)  a promise of the protocol does not hold: stop, never go on
 
 The number is the process's exit code; it is stable. A lost peer is *data* to the round machine,

@@ -34,6 +34,7 @@ class FrameKind(IntEnum):
     MISSING = 9  # the other side does not hold what was asked for
 
 
+_EMPTY = frozenset({FrameKind.CREDIT, FrameKind.END, FrameKind.MISSING})
 _CELLS = frozenset({FrameKind.CELLS, FrameKind.REDUCED, FrameKind.STATE})
 
 
@@ -68,6 +69,8 @@ def decode_frame(data: bytes) -> Frame:
         raise BadFrame(f"a frame says {size} payload bytes and has {len(data) - _HEADER.size}")
     if kind in _CELLS and size > MAX_CHUNK_BYTES:
         raise BadFrame(f"a chunk of {size} bytes, at most {MAX_CHUNK_BYTES} are allowed")
+    if kind in _EMPTY and size:
+        raise BadFrame("a frame of this kind carries nothing")
     try:
         return Frame(FrameKind(kind), plan_id, first_cell, cells, memoryview(data)[_HEADER.size :])
     except ValueError:

@@ -18,15 +18,15 @@ from protocol.errors import (
     AddressInUse,
     AtollError,
     BadFrame,
-    ConfigError,
     PeerUnreachable,
     StreamClosed,
 )
 from protocol.frames import MAX_MESSAGE_BYTES
-from protocol.transport import CallHandler, Connection, Server, Stream, StreamHandler
+from protocol.transport import CallHandler, Connection, Server, Stream, StreamHandler, host_of
 
 _PREFIX = "/atoll.v1."
-_LAST_PORT = 65_535
+# What grpc.aio raises when the other side has gone: on a server its own InternalError, not an RpcError.
+_BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -125,13 +125,13 @@ class _ServerStream:
     async def send(self, message: bytes) -> None:
         try:
             await self._context.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        except _BROKEN as error:
             raise StreamClosed(f"the peer hung up: {error}") from None
 
     async def receive(self) -> bytes | None:
         try:
             message = await self._context.read()
-        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        except _BROKEN as error:
             raise StreamClosed(f"the peer hung up: {error}") from None
         return None if message is grpc.aio.EOF else message
 
@@ -153,7 +153,7 @@ class _GrpcConnection:
         except grpc.aio.UsageError as error:
             raise PeerUnreachable(f"{self._address}: {error}") from None
         except asyncio.CancelledError:
-            _raise_if_ours(self._closed, self._address)
+            _raise_if_closed(self._closed, self._address)
             raise
         return answer
 
@@ -178,10 +178,10 @@ class _ClientStream:
             await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
-        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        except _BROKEN as error:
             raise StreamClosed(f"{self._address}: the stream is closed: {error}") from None
         except asyncio.CancelledError:
-            _raise_if_ours(self._closed or self._call.cancelled(), self._address)
+            _raise_if_closed(self._closed or self._call.cancelled(), self._address)
             raise
 
     async def receive(self) -> bytes | None:
@@ -193,7 +193,7 @@ class _ClientStream:
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
         except asyncio.CancelledError:
-            _raise_if_ours(self._closed or self._call.cancelled(), self._address)
+            _raise_if_closed(self._closed or self._call.cancelled(), self._address)
             raise
         if code is not grpc.StatusCode.OK:
             raise StreamClosed(f"{self._address}: {code.name}: {await self._call.details()}")
@@ -205,19 +205,11 @@ class _ClientStream:
             self._call.cancel()
 
 
-def _raise_if_ours(closed: bool, address: str) -> None:
+def _raise_if_closed(closed: bool, address: str) -> None:
     """grpc tells a call that was closed by CancelledError, as if it were the task that was cancelled."""
     task = asyncio.current_task()
     if closed and not (task is not None and task.cancelling()):
         raise StreamClosed(f"{address}: closed on this side")
-
-
-def host_of(address: str) -> str:
-    """Raises ConfigError unless the address is host:port with a port of 0 to 65535."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or int(port) > _LAST_PORT:
-        raise ConfigError(f"{address}: an address is host:port, with a port of 0 to {_LAST_PORT}")
-    return host
 
 
 def _mapped(error: grpc.aio.AioRpcError, address: str) -> AtollError:

@@ -5,7 +5,7 @@
 reduced cells are on disk and the new anchor is computed before a Report is made, the Report is stored
 before it is sent, and nothing is applied that the chain has not certified.
 
-    plan ──► Offer, Collect ──► PartHeld … PartHeld ──► Stage ──► Staged ──► Vote ──► record ──► Apply
+    plan ──► Exchange ──► PartHeld … PartHeld ──► Stage ──► Staged ──► Vote ──► record ──► Apply
 
 An acceptor signs iff the plan's (term, attempt) is not below the highest it signed in this slot, the term
 is not below its promise *at the moment of signing*, and the plan names the view its own log ends in.
@@ -103,7 +103,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Abandon:
-    """A newer plan replaced this one: stop its exchange, keep this island's inputs."""
+    """A newer plan replaced this one, or the slot closed otherwise: stop its exchange, keep our inputs."""
 
     plan_id: Digest
 

@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+from protocol.errors import ConfigError
+
+_LAST_PORT = 65_535
+
 
 class Stream(Protocol):
     """Both directions are open at once; each keeps its order."""
@@ -62,3 +66,11 @@ class Transport(Protocol):
 
     async def connect(self, address: str) -> Connection:
         """Cheap: the first call or stream finds out whether anybody is there."""
+
+
+def host_of(address: str) -> str:
+    """Raises ConfigError unless the address is host:port with a port of 0 to 65535."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or len(port) > 5 or int(port) > _LAST_PORT:
+        raise ConfigError(f"{address}: an address is host:port, with a port of 0 to {_LAST_PORT}")
+    return host

@@ -113,10 +113,15 @@ class Cluster:
 
     async def _address(self, listening: Path) -> str:
         """Where the coordinator listens; it writes the file when it does."""
-        async with asyncio.timeout(_START_S):
-            while not listening.exists():
-                self.raise_if_failed()
-                await asyncio.sleep(_POLL_S)
+        try:
+            async with asyncio.timeout(_START_S):
+                while not listening.exists():
+                    self.raise_if_failed()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise RunFailed(
+                f"the coordinator does not listen after {_START_S} s: {_last_words(self.members[0].log)}"
+            ) from None
         return str(json.loads(listening.read_bytes())["address"])
 
     def raise_if_failed(self) -> None:
