@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -317,5 +318,57 @@ def test_training_that_diverges_ends_the_node_with_one_clear_line(
         cluster.islands["b"].trainer.pull = float("nan")
         with pytest.raises(TrainerFailed, match=r"diverged.*inner\.lr"):
             await cluster.islands["b"].task
+
+    play(spec_with(), story)
+
+
+def test_an_island_that_was_away_for_rounds_fetches_the_updates_it_lacks(
+    play: Play, spec_with: Spec
+) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b", "c")
+        await cluster.reached(1)
+        island = cluster.islands["c"]
+        await island.crash()
+        island.task = None
+        await cluster.reached(4)
+        island.start()
+        await cluster.finished()
+        assert [e["round"] for e in island.events("repaired")] == [2, 3, 4]
+        assert all(len(found) == 1 for found in roots_of(cluster).values())
+
+    play(spec_with(target_tokens=20_000, sync={"expected_islands": 3, "quorum": 2}), story)
+
+
+def test_an_island_that_lost_its_stored_updates_fetches_them_again(
+    play: Play, spec_with: Spec
+) -> None:
+    async def story(cluster: Any) -> None:
+        await cluster.start("a", "b", "c")
+        await cluster.reached(2)
+        island = cluster.islands["c"]
+        await island.crash()
+        for file in (island.site.state / "updates").glob("*.cells"):
+            file.unlink()
+        island.start()
+        await cluster.finished()
+        assert len({i.state.replica.root(0) for i in cluster.islands.values()}) == 1
+
+    play(spec_with(target_tokens=9_000, sync={"expected_islands": 3, "quorum": 2}), story)
+
+
+def test_an_island_that_lost_its_place_in_the_lobby_takes_it_again(
+    play: Play, spec_with: Spec
+) -> None:
+    """Frozen for longer than the lease, with its stream alive."""
+
+    async def story(cluster: Any) -> None:
+        await cluster.start("a")
+        await asyncio.sleep(5)
+        present = cluster.coordinator._membership.present
+        (island,) = present
+        present[island] = replace(present[island], heard_s=-100.0)
+        await asyncio.sleep(60)
+        assert list(present) == [island]
 
     play(spec_with(), story)

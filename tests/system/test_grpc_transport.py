@@ -151,6 +151,31 @@ def test_a_call_on_a_closed_connection_finds_nobody() -> None:
     play(story)
 
 
+def test_a_call_that_waits_while_its_connection_is_closed_ends_with_stream_closed() -> None:
+    async def silent(_: bytes) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def story(_: Server, connection: Connection) -> None:
+        calling = asyncio.create_task(connection.call("Test/Silent", b"", 20.0))
+        await asyncio.wait({calling}, timeout=0.2)
+        assert not calling.done()
+        await connection.close()
+        with pytest.raises(StreamClosed):
+            await calling
+
+    play(story, calls={"Test/Silent": silent})
+
+
+def test_a_stream_of_a_closed_connection_finds_nobody() -> None:
+    async def story(server: Server, connection: Connection) -> None:
+        await connection.close()
+        with pytest.raises(PeerUnreachable, match=server.address):
+            await connection.stream("Test/Stream")
+
+    play(story)
+
+
 def test_a_cancelled_call_is_cancelled_and_no_error_of_the_network() -> None:
     async def silent(_: bytes) -> bytes:
         await asyncio.Event().wait()
@@ -201,6 +226,8 @@ def test_a_taken_port_is_in_use_and_names_the_address() -> None:
         ":7447",
         "7447",
         "127.0.0.1:65536",
+        "127.0.0.1:000080",
+        "127.0.0.1:" + "9" * 5_000,
         "127.0.0.1:-1",
         "host:http",
         "",
@@ -210,6 +237,8 @@ def test_an_address_without_host_or_port_is_a_config_error_that_names_it(address
     async def main() -> None:
         with pytest.raises(ConfigError, match="an address is host:port, with a port of 0 to 65535"):
             await GrpcTransport().serve(address, {}, {})
+        with pytest.raises(ConfigError, match="an address is host:port, with a port of 0 to 65535"):
+            await GrpcTransport().connect(address)
 
     asyncio.run(main())
 
@@ -329,6 +358,41 @@ def test_a_receive_that_waits_while_its_stream_is_closed_ends_with_stream_closed
             await stream.receive()
         with pytest.raises(StreamClosed):
             await stream.send(b"y")
+
+    play(story)
+
+
+def test_a_send_that_waits_while_its_stream_is_closed_ends_with_stream_closed() -> None:
+    async def deaf(_: Stream) -> None:
+        await asyncio.Event().wait()
+
+    async def story(_: Server, connection: Connection) -> None:
+        stream = await connection.stream("Test/Deaf")
+
+        async def send_on() -> None:
+            while True:
+                await stream.send(bytes(1 << 20))
+
+        sending = asyncio.create_task(send_on())
+        await asyncio.wait({sending}, timeout=0.5)
+        assert not sending.done()
+        await stream.close()
+        with pytest.raises(StreamClosed):
+            await sending
+
+    play(story, streams={"Test/Deaf": deaf})
+
+
+def test_a_stream_that_waits_while_its_connection_is_closed_ends_with_stream_closed() -> None:
+    async def story(_: Server, connection: Connection) -> None:
+        stream = await connection.stream("Test/Stream")
+        await stream.send(b"x")
+        assert await stream.receive() == b"x"
+        waiting = asyncio.create_task(stream.receive())
+        await asyncio.wait({waiting}, timeout=0.1)
+        await connection.close()
+        with pytest.raises(StreamClosed):
+            await waiting
 
     play(story)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from protocol.errors import BadFrame, InvariantBroken
 from protocol.identity import Identity
 from protocol.layout import TensorLayout
 from protocol.merkle import digest
-from protocol.messages import ClosedRecord, Plan, Ready, Report, Signed, SlotKind, Start
+from protocol.messages import ClosedRecord, PartRoot, Plan, Ready, Report, Signed, SlotKind, Start
 from protocol.run_files import Run
 from protocol.spec import RunSpec
 from protocol.wire import (
     decode_plan,
+    encode_part_root,
     encode_ready,
     encode_report,
     encode_start,
@@ -178,6 +180,27 @@ def test_only_the_owner_of_a_contribution_can_say_that_it_is_gone(world: World) 
     assert [p.island for p in world.plan.participants] == [B.island, C.island]
 
 
+# --- part roots ---------------------------------------------------------------------------------
+
+
+def part_root(island: Identity) -> Signed:
+    part = PartRoot(RUN, digest(b"plan"), 0, 1, digest(b"sum"), b"", b"", (1.0,))
+    return island.sign("part_root", encode_part_root(part))
+
+
+def test_part_roots_are_told_to_all_and_only_those_of_members(world: World) -> None:
+    assert "not a member" in world.post("part_root", part_root(A)), "nobody is one before genesis"
+    world.open()
+    watcher = world.coordinator.hub.subscribe()
+    assert "not a member" in world.post("part_root", part_root(STRANGER))
+    assert watcher.empty()
+    assert world.post("part_root", part_root(A)) == ""
+    data = watcher.get_nowait()
+    assert data is not None
+    assert event_of(data).part_root == signed_to_pb(part_root(A))
+    assert watcher.empty()
+
+
 # --- progress ----------------------------------------------------------------------------------
 
 
@@ -241,7 +264,7 @@ def test_a_record_that_the_chain_does_not_take_is_never_stored_nor_told(
         raise error("not certified")
 
     with monkeypatch.context() as patched:
-        patched.setattr(world.chain, "append", refuse)
+        patched.setattr(world.chain, "check", refuse)
         with pytest.raises(error, match="not certified"):
             world.report(B)
     assert world.stored() == before
@@ -249,3 +272,28 @@ def test_a_record_that_the_chain_does_not_take_is_never_stored_nor_told(
     world.report(C)
     assert world.stored() == world.chain.records
     assert world.chain.head_slot == 1
+
+
+def test_a_disk_that_takes_no_record_leaves_the_chain_where_it_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.open()
+    for island in ISLANDS:
+        world.ready(island)
+    world.report(A)
+    before, head = world.stored(), world.chain.head_hash
+    watcher = world.coordinator.hub.subscribe()
+
+    def full(store: Store, slot: int, closed: ClosedRecord) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "append", full)
+        with pytest.raises(sqlite3.OperationalError, match="disk is full"):
+            world.report(B)
+    assert (world.chain.head_slot, world.chain.head_hash) == (0, head)
+    assert world.stored() == world.chain.records == before
+    assert watcher.empty()
+    world.report(C)
+    assert world.chain.head_slot == 1
+    assert world.stored() == world.chain.records

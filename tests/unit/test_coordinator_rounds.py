@@ -691,6 +691,16 @@ def test_the_end_waits_for_all_who_are_alive_and_for_nobody_else() -> None:
     assert last_record(world).kind is SlotKind.FINISH
 
 
+def test_reports_of_those_who_left_do_not_stand_for_one_who_is_alive() -> None:
+    world = world_at_its_end(5)
+    for number in range(3):
+        assert world.report(number) == []
+    assert world.alive(3, promised=5) == [], "three reports, one alive: not the one who reported"
+    assert world.alive(0, 3, promised=5) == []
+    assert kinds(world.report(3)) == ["CloseSlot"]
+    assert last_record(world).kind is SlotKind.FINISH
+
+
 def test_the_end_never_takes_fewer_reports_than_durability() -> None:
     world = world_at_its_end()
     world.alive(0, promised=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from safetensors.numpy import load, save
 
 from node.replica import Replica, tensors_of
 from outer_optimizer.codec import codec_for
@@ -246,8 +249,72 @@ def test_a_snapshot_of_another_layout_is_refused_with_the_file_and_the_remedy(
 ) -> None:
     path = tmp_path / "snapshot"
     make_world(tensors=tensors).replica.save(path)
-    with pytest.raises(InvariantBroken, match=f"^{path}: a snapshot of another layout: remove it"):
-        make_world().replica.restore(path)
+    refused(path, r"an array of \(.*,\) float32 in place of \(.*,\) float32")
+
+
+def refused(path: Path, why: str) -> None:
+    told = (
+        f"{re.escape(str(path))}: not a snapshot of this run \\({why}\\): remove it to start from"
+    )
+    world = make_world()
+    with pytest.raises(InvariantBroken, match=f"^{told} the run's own$"):
+        world.replica.restore(path)
+    assert world.replica.rounds == [0, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["average", "sgd", "adam", "yogi"])
+def test_a_snapshot_of_another_optimizer_is_refused(tmp_path: Path, optimizer: str) -> None:
+    make_world(optimizer).replica.save(tmp_path / "snapshot")
+    refused(tmp_path / "snapshot", "it holds other arrays")
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_snapshot_of_another_number_of_fragments_is_refused(
+    tmp_path: Path, fragments: int
+) -> None:
+    make_world(fragments=fragments).replica.save(tmp_path / "snapshot")
+    refused(tmp_path / "snapshot", "it holds other arrays")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:7],
+        lambda data: data[:100],
+        lambda data: data[:-1],
+        lambda data: data + b"\0",
+        lambda data: b"\xff" * len(data),
+        lambda data: bytes(len(data)),
+    ],
+    ids=["empty", "7 bytes", "half a header", "cut", "longer", "ones", "zeros"],
+)
+def test_a_file_that_is_no_whole_snapshot_is_refused(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "snapshot"
+    make_world().replica.save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    refused(path, ".*")
+
+
+@pytest.mark.parametrize("rounds", [None, "", "0", "0,0,0", "0,x", "9" * 5_000 + ",0"])
+def test_a_snapshot_without_a_round_for_each_fragment_is_refused(
+    tmp_path: Path, rounds: str | None
+) -> None:
+    path = tmp_path / "snapshot"
+    make_world().replica.save(path)
+    tensors = load(path.read_bytes())
+    path.write_bytes(save(tensors, None if rounds is None else {"rounds": rounds}))
+    refused(path, ".*")
+
+
+def test_a_snapshot_of_another_precision_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    make_world().replica.save(path)
+    tensors = {name: a.astype(np.float64) for name, a in load(path.read_bytes()).items()}
+    path.write_bytes(save(tensors, {"rounds": "0,0"}))
+    refused(path, r"an array of \(5003,\) float64 in place of \(5003,\) float32")
 
 
 # --- parameters --------------------------------------------------------------------------------

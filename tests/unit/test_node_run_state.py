@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from node.journal import Journal
+from node.replica import Replica
 from node.run_state import RunState
 from node.site import Site
 from node.update_log import UpdateLog, reduced_root_of
+from outer_optimizer.codec import codec_for
+from outer_optimizer.optimizer import transform_for
 from protocol.chain import genesis_record, record_for
 from protocol.errors import InvariantBroken
 from protocol.identity import Identity
-from protocol.layout import TensorLayout
+from protocol.layout import TensorLayout, build_layout
 from protocol.merkle import digest, leaf, root
 from protocol.messages import (
     NO_TERM,
@@ -57,7 +60,18 @@ SPEC = RunSpec.model_validate(
         "sync": {"expected_islands": 1, "cell_values": 4_096},
     }
 )
-START = Start(RUN, SPEC.digest(), TENSORS, (digest(b"0"), digest(b"1")), b"")
+
+
+def start_roots() -> tuple[bytes, ...]:
+    """Of the anchor that a new replica holds: all zeros."""
+    layout = build_layout(
+        TENSORS, SPEC.outer.fragments, SPEC.sync.cell_values, SPEC.sync.expected_islands
+    )
+    replica = Replica(layout, transform_for(SPEC.outer.optimizer), codec_for(SPEC.outer.codec))
+    return tuple(replica.root(number) for number in range(SPEC.outer.fragments))
+
+
+START = Start(RUN, SPEC.digest(), TENSORS, start_roots(), b"")
 
 # --- journal -----------------------------------------------------------------------------------
 
@@ -368,3 +382,21 @@ def test_a_snapshot_is_taken_now_and_then_and_old_updates_go(world: World) -> No
         file.unlink()
     assert world.crash() == [], "the snapshot of round 48 needs no update"
     assert world.roots() == before
+
+
+@pytest.mark.parametrize(("commits", "rounds"), [(0, (0, 0)), (3, (0, 0)), (17, (16, 15))])
+@pytest.mark.parametrize("fragment", [0, 1])
+def test_a_flipped_bit_in_the_snapshot_is_refused_with_the_file_and_the_remedy(
+    world: World, commits: int, rounds: tuple[int, int], fragment: int
+) -> None:
+    for seed in range(commits):
+        world.commit(seed)
+    data = bytearray(world.site.snapshot.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") if fragment == 0 else -1] ^= 1
+    world.site.snapshot.write_bytes(data)
+    with pytest.raises(InvariantBroken) as caught:
+        world.crash()
+    assert str(caught.value) == (
+        f"{world.site.snapshot}: damaged: fragment {fragment} is not that of round "
+        f"{rounds[fragment]}: remove the file to start from the run's own"
+    )

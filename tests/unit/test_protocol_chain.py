@@ -253,6 +253,28 @@ def test_nothing_but_genesis_begins_a_chain() -> None:
     unchanged(Chain(RUN, None, majority), first, InvariantBroken, "does not follow slot -1")
 
 
+@pytest.mark.parametrize("kind", [SlotKind.COMMIT, SlotKind.VOID, SlotKind.FINISH])
+def test_a_check_answers_like_an_append_and_changes_nothing(kind: SlotKind) -> None:
+    chain = opened()
+    closed = good(chain, kind)
+    before = (list(chain.records), chain.head_hash, list(chain.bases), chain.committed_tokens)
+    checked = chain.check(closed)
+    assert before == (chain.records, chain.head_hash, chain.bases, chain.committed_tokens)
+    assert not chain.finished
+    assert chain.append(closed) == checked == chain.check(closed)
+
+
+def test_a_check_refuses_what_an_append_would() -> None:
+    chain, plan = opened(), plan_for(opened())
+    with pytest.raises(BadFrame, match="1 matching"):
+        chain.check(close(chain, plan, votes_on(plan, ISLANDS[:1])))
+    with pytest.raises(InvariantBroken, match="E-LOG-FORK: slot 0"):
+        chain.check(genesis(OWNER, STRANGER))
+    with pytest.raises(BadFrame, match="of run run-2"):
+        chain.check(genesis(run_id="run-2"))
+    assert len(chain.records) == 1
+
+
 # --- certificates ------------------------------------------------------------------------------
 
 

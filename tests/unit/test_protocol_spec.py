@@ -217,6 +217,40 @@ def test_a_fault_is_one_line_whatever_the_keys_and_values_are() -> None:
     assert fault(outer={"codec": "int8\nrun.toml: all is well"}).startswith("outer.codec: ")
 
 
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [
+        ({"target_tokens": 10**5_000}, "target_tokens"),
+        ({"seed": -(10**5_000)}, "seed"),
+        ({"outer": {"inner_steps": 10**5_000}}, "outer.inner_steps"),
+        ({"outer": {"lr": [10**5_000]}}, "outer.lr"),
+        ({"name": 10**5_000}, "name"),
+    ],
+)
+def test_an_integer_too_long_to_show_is_a_fault_like_any_other(
+    tables: dict[str, Any], key: str
+) -> None:
+    line = fault(**tables)
+    assert line.startswith(f"{key}: ")
+    assert line.endswith("(it is too long to show)")
+
+
+def test_a_file_with_an_integer_too_long_to_show_is_one_line(tmp_path: Path) -> None:
+    """Decimal digits are limited by the parser, others are not."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'name = "x"\ntarget_tokens = 0x{"f" * 5_000}\n[data]\ntext = ["a.txt"]\n')
+    assert unreadable(path).endswith("(it is too long to show)")
+
+
+def test_a_rule_about_an_integer_too_long_to_show_is_a_config_error() -> None:
+    faults(MINIMAL | {"sync": {"expected_islands": 3, "quorum": 10**5_000}})
+    faults(MINIMAL | {"inner": {"warmup_tokens": 10**5_000}})
+
+
+def test_a_long_value_is_shown_cut() -> None:
+    assert len(fault(outer={"codec": "x" * 100_000})) < 400
+
+
 @pytest.mark.parametrize("table", [[], None, 3, "text"])
 def test_what_is_no_table_is_one_fault(table: Any) -> None:
     (line,) = faults(table)
