@@ -193,7 +193,11 @@ class Coordinator:
                 payload = encode_genesis(Genesis(self._run.signed_start, view))
                 signed = self._run.owner.sign("genesis", payload)
                 record = encode_record(genesis_record(self.chain.run_id, signed))
-                self._append(ClosedRecord(record, b""))
+                try:
+                    self._append(ClosedRecord(record, b""))
+                except BaseException:
+                    self._membership.view = ()  # not opened: the next registration tries again
+                    raise
                 self._decide(r.AliveChanged(self._membership.alive, self._membership.promised()))
             case _:
                 pass

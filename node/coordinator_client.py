@@ -14,7 +14,7 @@ import structlog
 from protocol import atoll_coordinator_pb2 as pb
 from protocol.errors import BadFrame, NotAdmitted, StaleTerm, TransportError
 from protocol.identity import Identity
-from protocol.messages import Endpoint, Signed, Term
+from protocol.messages import Endpoint, Term
 from protocol.transport import Connection, Transport
 from protocol.wire import parse, signed_to_pb, term_from_pb, term_to_pb
 
@@ -94,9 +94,6 @@ class CoordinatorClient:
             if reply.refused:
                 raise StaleTerm("another coordinator term rules")
             return reply.rejected
-
-    def sign(self, domain: str, payload: bytes) -> Signed:
-        return self._identity.sign(domain, payload)
 
     async def close(self) -> None:
         await self._connection.close()

@@ -116,7 +116,13 @@ class Replica:
                     arrays = (buffers.anchor, *buffers.state)
                     for name, array in zip(self._array_names, arrays, strict=True):
                         _copy(file.get_tensor(f"{number}.{name}"), array)
-        except (ValueError, safetensors.SafetensorError) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            OSError,
+            safetensors.SafetensorError,
+        ) as error:
             raise InvariantBroken(
                 f"{path}: not a snapshot of this run ({error}): remove it to start from the run's own"
             ) from None

@@ -98,12 +98,11 @@ class RunState:
 
     def append(self, closed: ClosedRecord) -> Record | None:
         """Checks and stores the next record; None if it is one we have."""
-        head = self.chain.head_slot
-        record = self.chain.append(closed)
-        if self.chain.head_slot == head:
+        record = self.chain.check(closed)
+        if record.slot <= self.chain.head_slot:
             return None
         self.journal.append(record.slot, closed)
-        return record
+        return self.chain.append(closed)
 
     def record(self, slot: int) -> Record:
         return decode_record(self.chain.records[slot].record)
@@ -121,9 +120,9 @@ class RunState:
     def _check_snapshot(self) -> None:
         """The snapshot is what the chain says of its rounds."""
         for fragment, round_ in enumerate(self.replica.rounds):
-            expected = self.start.fragment_roots[fragment]
-            if round_:
-                expected = committed(self.record(round_)).new_root
+            expected = self.start.fragment_roots[fragment] if round_ == 0 else b""
+            if 0 < round_ <= self.chain.head_slot and (commit := self.record(round_).commit):
+                expected = commit.new_root
             if self.replica.root(fragment) != expected:
                 raise InvariantBroken(
                     f"{self._site.snapshot}: damaged: fragment {fragment} is not that of round {round_}: "

@@ -111,7 +111,9 @@ class Chain:
             raise InvariantBroken(
                 f"E-LOG-FORK: record of slot {record.slot} does not follow slot {self.head_slot} here"
             )
-        elif record.kind is not SlotKind.GENESIS:
+        elif record.kind is SlotKind.GENESIS:
+            self._checked_genesis(record)
+        else:
             self._check_certificate(record, decode_certificate(closed.certificate))
         return record
 
@@ -132,7 +134,8 @@ class Chain:
         if self.records[slot].record != closed.record:
             raise InvariantBroken(f"E-LOG-FORK: slot {slot} is closed with another content here")
 
-    def _open(self, record: Record) -> None:
+    def _checked_genesis(self, record: Record) -> tuple[Start, tuple[Member, ...]]:
+        """Start state and first view, as the owner signed them."""
         signed = record.genesis
         if signed is None or record.slot != 0:
             raise BadFrame("a genesis record belongs to slot 0")
@@ -142,8 +145,11 @@ class Chain:
         start = verified_start(genesis.start, signed.signer)
         if start.run_id != self.run_id:
             raise BadFrame(f"genesis of run {start.run_id}, this is run {self.run_id}")
-        self.start, self.view = start, genesis.view
-        self.bases = [Base(0, root) for root in start.fragment_roots]
+        return start, genesis.view
+
+    def _open(self, record: Record) -> None:
+        self.start, self.view = self._checked_genesis(record)
+        self.bases = [Base(0, root) for root in self.start.fragment_roots]
 
     def _check_certificate(self, record: Record, certificate: Certificate) -> None:
         plan = decode_plan(certificate.plan)

@@ -72,7 +72,7 @@ class Inner(Table):
     beta2: Fraction = 0.99
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.1
     clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    warmup_tokens: Annotated[int, Field(ge=0, le=1 << 50)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     batch_size: Positive = 8
 
@@ -80,7 +80,7 @@ class Inner(Table):
 class SchedulePhase(Table):
     """From `from_round` on, these settings hold; what is left out falls back to the table `outer`."""
 
-    from_round: Annotated[int, Field(ge=0)]
+    from_round: Annotated[int, Field(ge=0, le=1 << 50)]
     inner_steps: Positive
     lr: Rate | None = None
     momentum: Fraction | None = None
@@ -119,8 +119,8 @@ class Sync(Table):
     """When a round is planned and closed."""
 
     expected_islands: Annotated[int, Field(ge=1, le=1_024)] = 4
-    quorum: Annotated[int, Field(ge=1)] | None = None
-    durability: Annotated[int, Field(ge=1)] | None = None
+    quorum: Annotated[int, Field(ge=1, le=1_024)] | None = None
+    durability: Annotated[int, Field(ge=1, le=1_024)] | None = None
     grace_s: Annotated[float, Field(ge=0, le=86_400)] = 10.0
     budget_s: Rate = 600.0
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3

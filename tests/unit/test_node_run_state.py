@@ -278,6 +278,8 @@ class World:
         outcome = self.state.stage(self.next_slot, self.reduced(seed))
         record = self.close(outcome)
         self.state.swap(record)
+        if self.state.snapshot_due(record):
+            self.state.save_snapshot()
         return record
 
     def roots(self) -> list[bytes]:

@@ -318,10 +318,14 @@ def test_domain_and_payload_cannot_run_into_each_other() -> None:
 # --- frames ------------------------------------------------------------------------------------
 
 
+EMPTY = (FrameKind.CREDIT, FrameKind.END, FrameKind.MISSING)
+
+
 @given(st.sampled_from(FrameKind), st.binary(max_size=64), digests, cells, cells)
 def test_every_frame_comes_back_equal(
     kind: FrameKind, payload: bytes, plan: bytes, first_cell: int, count: int
 ) -> None:
+    payload = b"" if kind in EMPTY else payload
     data = encode_frame(kind, payload, plan_id=plan, first_cell=first_cell, cells=count)
     assert len(data) == 48 + len(payload)
     assert decode_frame(data) == (kind, plan, first_cell, count, payload)
@@ -338,8 +342,15 @@ def test_a_chunk_above_one_mebibyte_is_refused_whatever_cells_it_carries(kind: F
     if kind in (FrameKind.CELLS, FrameKind.REDUCED, FrameKind.STATE):
         with pytest.raises(BadFrame, match="a chunk of 1048577 bytes, at most 1048576 are allowed"):
             decode_frame(data)
-    else:
+    elif kind not in EMPTY:
         assert decode_frame(data).kind is kind
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_a_frame_that_says_all_by_its_kind_carries_nothing(kind: FrameKind) -> None:
+    assert decode_frame(encode_frame(kind)).payload == b""
+    with pytest.raises(BadFrame, match="a frame of this kind carries nothing"):
+        decode_frame(encode_frame(kind, b"x"))
 
 
 @given(st.binary(max_size=100))
