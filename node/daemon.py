@@ -177,14 +177,13 @@ class Daemon:
                 log.info("lobby", present=event.lobby.present, expected=event.lobby.expected)
 
     def _take_peers(self, peers: pb.Peers) -> None:
-        self._rounds.addresses = {
+        addresses = {
             member_from_pb(p.member).island: p.endpoints[0].address if p.endpoints else ""
             for p in peers.peers
         }
-        if self._me not in self._rounds.addresses:
+        if self._me not in addresses:
             raise StreamClosed("the coordinator has given up our place")  # so we register again
-        if self.state.chain.opened:
-            self._links.set_peers(self._rounds.addresses)
+        self._links.set_peers(addresses)
 
     def _from_peer(self, peer: IslandId, frame: Frame) -> None:
         self._rounds.take_frame(peer, frame)

@@ -65,20 +65,35 @@ class PeerLinks:
         self._links: dict[IslandId, Link] = {}
         self._changed = asyncio.Condition()
         self._addresses: dict[IslandId, str] = {}
-        self._dialling: dict[IslandId, asyncio.Task[None]] = {}
-        self._resting = False
+        self._dialling: dict[IslandId, tuple[str, asyncio.Task[None]]] = {}
+        self._begun = self._resting = False
 
     def set_peers(self, addresses: dict[IslandId, str]) -> None:
-        """Where the others are ('' = cannot be dialled); dials those that are ours to dial."""
-        for island, address in addresses.items():
-            moved = self._addresses.get(island) != address
-            self._addresses[island] = address
-            ours = address and (self._me < island or not addresses.get(self._me, ""))
-            task = self._dialling.get(island)
-            if island != self._me and ours and (moved or task is None or task.done()):
-                if task is not None:
-                    task.cancel()
-                self._dialling[island] = asyncio.create_task(self._keep_dialling(island, address))
+        """Where islands are now ('' = cannot be dialled). Whoever was heard of once stays known."""
+        self._addresses |= addresses
+        if self._begun:
+            self._dial_ours()
+
+    def begin(self) -> None:
+        """Opens the links that are ours to open, from now on."""
+        self._begun = True
+        self._dial_ours()
+
+    @property
+    def others(self) -> list[str]:
+        """Addresses of all other islands, in order of their ids."""
+        return [a for i, a in sorted(self._addresses.items()) if a and i != self._me]
+
+    def _dial_ours(self) -> None:
+        for island, address in self._addresses.items():
+            ours = address and (self._me < island or not self._addresses.get(self._me, ""))
+            known, task = self._dialling.get(island, ("", None))
+            if island == self._me or not ours or (known == address and task and not task.done()):
+                continue
+            if task is not None:
+                task.cancel()
+            dialling = asyncio.create_task(self._keep_dialling(island, address))
+            self._dialling[island] = address, dialling
 
     async def link(self, island: IslandId) -> Link:
         """Waits for a live link."""
@@ -110,9 +125,10 @@ class PeerLinks:
         self._resting = True
 
     async def close(self) -> None:
-        for task in self._dialling.values():
+        tasks = [task for _, task in self._dialling.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for link in list(self._links.values()):
             await link.close()
 

@@ -84,7 +84,6 @@ class Rounds:
         self._plan_bytes: dict[Digest, bytes] = {}
         self._part_roots: dict[tuple[Digest, IslandId, int], Digest] = {}
         self._up_bps = 0.0
-        self.addresses: dict[IslandId, str] = {}
         self.opened, self.finished = asyncio.Event(), asyncio.Event()
 
     # --- what is told to us --------------------------------------------------------------------
@@ -114,8 +113,7 @@ class Rounds:
         await self._step(rm.RecordArrived(record, closed))
         if record.slot == 0:
             self._events.write("opened", islands=[m.name for m in self._state.chain.view])
-            self._around.wiring.links.set_peers(self.addresses)
-            self.opened.set()
+            self._open()
 
     def take_part_root(self, signed: Signed) -> None:
         """Two signed roots of one part of one plan prove that its owner told us different sums."""
@@ -147,7 +145,11 @@ class Rounds:
         if self._state.chain.finished:
             await self._finish()
         elif self._state.chain.opened:
-            self.opened.set()
+            self._open()
+
+    def _open(self) -> None:
+        self._around.wiring.links.begin()
+        self.opened.set()
 
     # --- effects -------------------------------------------------------------------------------
 
@@ -247,8 +249,8 @@ class Rounds:
             compute = self._around.wiring.compute
             cells = await compute(self._state.stored_update, commit.reduced_root, commit.fragment)
             if cells is None:
-                others = [a for i, a in sorted(self.addresses.items()) if i != self._me and a]
-                cells = await fetch_update(self._around.transport, others, self._state, record)
+                donors = self._around.wiring.links.others
+                cells = await fetch_update(self._around.transport, donors, self._state, record)
             if cells is not None:
                 await compute(self._state.apply_update, record, cells)
                 self._events.write("repaired", round=record.slot)

@@ -97,6 +97,7 @@ class World:
                 self.plan, self.plan_id, self.fragment, side.contribution, members, wiring, hooks
             )
             side.links.set_peers(addresses)
+            side.links.begin()
         for side in self.sides:
             assert side.exchange is not None
             side.exchange.start()
