@@ -20,6 +20,7 @@ from node.replica import Replica
 from node.settings import Place, settings_for
 from node.start_donor import flat_from_file
 from node.text import check_text, expand, train_bpe
+from node.torch_extra import require_torch
 from outer_optimizer.codec import codec_for
 from outer_optimizer.optimizer import transform_for
 from protocol.errors import ConfigError, RunFailed
@@ -37,6 +38,7 @@ def init_run(
     path: Path, spec_path: Path | None, cache: Path, owner_secret: bytes | None = None
 ) -> Start:
     """Fills the run directory `path`; refuses one that already holds a start state."""
+    require_torch("making a start state")
     files = RunDirectory(path)
     path.mkdir(parents=True, exist_ok=True)
     if files.start.exists():

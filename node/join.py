@@ -20,6 +20,7 @@ from node.metered_transport import MeteredTransport
 from node.settings import Place, settings_for
 from node.site import Site
 from node.text import check_text
+from node.torch_extra import require_torch
 from node.trainer_link import TrainerLink
 from node.trainer_process import TrainerProcess, builtin_command
 from protocol.errors import PeerUnreachable, TrainerFailed
@@ -40,6 +41,8 @@ async def join(site: Site, transport: Transport) -> Daemon:
 
     Raises an AtollError whose text is the one line to show.
     """
+    if not site.command:
+        require_torch("the built-in trainer")
     metered = MeteredTransport(transport)
     with locked(site.state), ThreadPoolExecutor(1, "numpy") as pool:
         identity = load_or_create(site.identity_key)

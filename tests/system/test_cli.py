@@ -308,6 +308,17 @@ def test_the_coordinator_and_the_daemon_run_without_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize("words", [("run", "init", "new"), ("join", "127.0.0.1:1", "--name", "a")])
+def test_a_host_without_torch_is_told_which_extra_it_lacks(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("node.torch_extra.find_spec", lambda name: None)
+    code, err = cli(*words)
+    assert code == ConfigError.exit_code
+    assert "pip install 'atoll[train]'" in one_line(err)
+    assert not (tmp_path / "new").exists()
+
+
 def test_help_does_not_load_anything_heavy() -> None:
     program = (
         "import sys, atoll.cli\n"
