@@ -18,8 +18,8 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    # Its notes on closed connections are not for users.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # What it would print is in our own error lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except AtollError as error:

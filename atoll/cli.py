@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from protocol.errors import ConfigError
+
 if TYPE_CHECKING:
     from atoll.simulator.scenario import Scenario
 
@@ -23,8 +25,22 @@ coordinator_app = typer.Typer(no_args_is_help=True, help="The coordinator alone.
 app.add_typer(run_app, name="run")
 app.add_typer(coordinator_app, name="coordinator")
 
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON.")]
-HtmlPath = Annotated[Path | None, typer.Option("--html", help="Write the report here as one page.")]
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refused before anything starts, not after hours of training."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{path}: its folder does not exist: make it, or choose another")
+    return path
+
+
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result here as JSON.", callback=_in_a_folder),
+]
+HtmlPath = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write the report here as one page.", callback=_in_a_folder),
+]
 Folder = Annotated[
     Path | None,
     typer.Option("--folder", help="Keep state and logs here; default: a temporary one."),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from node.join import join
 from node.site import Site
 from protocol.errors import ConfigError
 from protocol.grpc_transport import GrpcTransport
+from protocol.spec import NAME
 from protocol.state_dir import write_atomically
 from protocol.transport import host_of
 
@@ -17,6 +19,8 @@ EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
 async def join_run(site: Site, out: Path | None) -> None:
     """Raises ConfigError if other islands could not be told where this one is."""
+    if not re.fullmatch(NAME, site.name):
+        raise ConfigError(f"--name {site.name!r}: letters, digits and . _ - only, 63 at most")
     if site.advertise is not None:
         host_of(site.advertise)
     if site.advertise is None and host_of(site.listen) in EVERYWHERE:

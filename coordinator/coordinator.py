@@ -73,6 +73,7 @@ class Coordinator:
             self._proposer.resume(decode_plan(unfinished))
         self._progress: dict[IslandId, pb.Progress] = {}
         self._left: set[IslandId] = set()
+        self._holding = ""
 
     # --- what may be asked ---------------------------------------------------------------------
 
@@ -176,6 +177,10 @@ class Coordinator:
         for effect in self._membership.step(m.Tick(), self._now_s()):
             self._carry_out_membership(effect)
         self._decide(r.Tick())
+        holding = self._proposer.holding()
+        if holding != self._holding:
+            log.warning("held", reason=holding) if holding else log.info("going_on")
+            self._holding = holding
 
     def _heard(self, island: IslandId) -> None:
         for effect in self._membership.step(m.Heard(island), self._now_s()):

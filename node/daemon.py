@@ -61,6 +61,7 @@ class Daemon:
         self._site, self._me, self.state = site, identity.island, state
         self._transport, self._events, self._trainer_link = transport, events, trainer_link
         self._compute = compute
+        self._silent: set[str] = set()
         self._inbox: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._outbox = Outbox(identity)
         self._desk = TrainerDesk(state, self._me, trainer_link, compute, events.write)
@@ -184,6 +185,12 @@ class Daemon:
         if self._me not in addresses:
             raise StreamClosed("the coordinator has given up our place")  # so we register again
         self._links.set_peers(addresses)
+        silent = {p.member.name for p in peers.peers if not p.alive}
+        if silent != self._silent:
+            log.warning(
+                "islands_silent", names=sorted(silent), lease_s=self.state.spec.sync.lease_s
+            )
+            self._silent = silent
 
     def _from_peer(self, peer: IslandId, frame: Frame) -> None:
         self._rounds.take_frame(peer, frame)

@@ -113,6 +113,8 @@ async def _live(
                 log.warning("trainer_still_busy", waited_s=_FAREWELL_S)
         await daemon.say_goodbye()
     finally:
+        if not daemon.opened.is_set():
+            await daemon.say_goodbye()  # stopped in the lobby: the run must not open with our ghost
         if trainer is not None and training is not None:
             await trainer.stop()
             await asyncio.gather(training, return_exceptions=True)
@@ -149,7 +151,7 @@ def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
         "OMP_NUM_THREADS": str(site.threads),
         "PYTHONUNBUFFERED": "1",
     }
-    command = site.command or builtin_command()
+    command = site.command or builtin_command(site.torchrun_logs)
     return TrainerProcess(command, environment, site.trainer_log)
 
 

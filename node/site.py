@@ -56,6 +56,10 @@ class Site:
         return self.state / "trainer.log"
 
     @property
+    def torchrun_logs(self) -> Path:
+        return self.state / "torchrun"
+
+    @property
     def trainer_settings(self) -> Path:
         return self.state / "trainer.json"
 

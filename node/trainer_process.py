@@ -23,10 +23,11 @@ log = structlog.get_logger()
 _TERM_GRACE_S = 5.0
 
 
-def builtin_command(ranks: int = 1) -> list[str]:
-    """torchrun with the built-in recipe."""
+def builtin_command(log_dir: Path) -> list[str]:
+    """torchrun with the built-in recipe; its own folders go below `log_dir`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return [sys.executable, "-P", *torchrun, f"--nproc-per-node={ranks}", "-m", "node.trainer"]
+    options = ["--nproc-per-node=1", f"--log-dir={log_dir}"]
+    return [sys.executable, "-P", *torchrun, *options, "-m", "node.trainer"]
 
 
 class TrainerProcess:

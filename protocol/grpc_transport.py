@@ -147,7 +147,7 @@ class _GrpcConnection:
     async def call(self, method: str, request: bytes, timeout_s: float) -> bytes:
         try:
             stub: Any = self._channel.unary_unary(_PREFIX + method)
-            answer: bytes = await stub(request, timeout=timeout_s, wait_for_ready=True)
+            answer: bytes = await stub(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             raise _mapped(error, self._address) from None
         except grpc.aio.UsageError as error:

@@ -22,6 +22,7 @@ from protocol.merkle import digest
 
 MAX_SPEC_BYTES = 1 << 20
 BYTE_VALUES = 256
+NAME = r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$"
 _LIKENESS = 0.5  # of a mistyped key to the right one
 
 T = TypeVar("T", bound=BaseModel)
@@ -159,7 +160,7 @@ class Trust(Table):
 
 class RunSpec(Table):
     schema_version: Literal[1] = 1
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     target_tokens: Positive
     model: Model = Model()

@@ -17,7 +17,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from protocol.errors import ConfigError
-from protocol.spec import RunSpec, Table, load_spec, parse_table, read_toml
+from protocol.spec import NAME, RunSpec, Table, load_spec, parse_table, read_toml
 
 
 class Link(Table):
@@ -29,7 +29,7 @@ class Link(Table):
 
 
 class IslandTable(Table):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     link: Link | None = None
     threads: Annotated[int, Field(ge=1, le=1_024)] = 1
 

@@ -47,7 +47,10 @@ async def simulate(
     try:
         report = await _simulate_in(folder, scenario, outputs, console, baselines)
     except BaseException:
-        console.print(f"logs and state are kept in {folder}")
+        if (folder / "coordinator.log").exists():
+            console.print(f"logs and state are kept in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
     return report

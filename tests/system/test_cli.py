@@ -319,6 +319,22 @@ def test_a_host_without_torch_is_told_which_extra_it_lacks(
     assert not (tmp_path / "new").exists()
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(
+    cli: Cli, tmp_path: Path
+) -> None:
+    directory = made_run(tmp_path)
+    code, err = cli("run", "start", str(directory), "--json", str(tmp_path / "no" / "x.json"))
+    assert code == ConfigError.exit_code
+    assert "its folder does not exist" in one_line(err)
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_made(cli: Cli, tmp_path: Path) -> None:
+    code, err = cli("join", "127.0.0.1:1", "--name", "c d")
+    assert code == ConfigError.exit_code
+    assert "--name 'c d'" in one_line(err)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_help_does_not_load_anything_heavy() -> None:
     program = (
         "import sys, atoll.cli\n"
