@@ -26,6 +26,16 @@ def roots_of(cluster: Any) -> dict[int, set[str]]:
     return roots
 
 
+async def lose_a_planned_contribution(cluster: Any, name: str) -> None:
+    """Kills an island once a plan names its contribution, and starts it again."""
+    island = cluster.islands[name]
+    while island.daemon is None or not island.events("planned"):
+        await asyncio.sleep(0.01)
+    await island.crash()
+    await asyncio.sleep(2)
+    island.start()
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 def test_four_islands_hold_the_same_root_after_every_round(
     play: Play, spec_with: Spec, codec: str
@@ -150,12 +160,7 @@ def test_contributions_lost_in_a_crash_void_the_round_and_the_others_work_is_car
 ) -> None:
     async def story(cluster: Any) -> None:
         await cluster.start("a", "b", "c", link=Link(up_bps=2e5, down_bps=2e5, delay_s=0.05))
-        island = cluster.islands["c"]
-        while island.daemon is None or not island.events("planned"):
-            await asyncio.sleep(0.01)
-        await island.crash()
-        await asyncio.sleep(2)
-        island.start()
+        await lose_a_planned_contribution(cluster, "c")
         await cluster.finished()
         assert [e["round"] for e in cluster.islands["a"].events("void")] == [1]
         assert all(len(found) == 1 for found in roots_of(cluster).values())
@@ -169,12 +174,7 @@ def test_with_a_smaller_quorum_the_others_commit_without_the_lost_contribution(
 ) -> None:
     async def story(cluster: Any) -> None:
         await cluster.start("a", "b", "c", link=Link(up_bps=2e5, down_bps=2e5, delay_s=0.05))
-        island = cluster.islands["c"]
-        while island.daemon is None or not island.events("planned"):
-            await asyncio.sleep(0.01)
-        await island.crash()
-        await asyncio.sleep(2)
-        island.start()
+        await lose_a_planned_contribution(cluster, "c")
         await cluster.finished()
         first = cluster.islands["a"].events("commit")[0]
         assert first["round"] == 1
@@ -284,12 +284,7 @@ def test_the_run_ends_only_when_the_slowest_has_the_last_round_too(
 def test_a_void_sends_a_trainer_on_to_the_next_rounds_fragment(play: Play, spec_with: Spec) -> None:
     async def story(cluster: Any) -> None:
         await cluster.start("a", "b", "c", link=Link(up_bps=2e5, down_bps=2e5, delay_s=0.05))
-        island = cluster.islands["c"]
-        while island.daemon is None or not island.events("planned"):
-            await asyncio.sleep(0.01)
-        await island.crash()
-        await asyncio.sleep(2)
-        island.start()
+        await lose_a_planned_contribution(cluster, "c")
         await cluster.finished()
         assert [e["round"] for e in cluster.islands["a"].events("void")] == [1]
         commits = cluster.islands["a"].events("commit")
