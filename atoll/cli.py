@@ -13,6 +13,7 @@ from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.simulator.scenario import Scenario
+    from node.island_settings import IslandSettings
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -117,7 +118,15 @@ def join(
         list[str] | None,
         typer.Option(help="Paths or globs of the text here, in place of the spec's."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="torch threads of the trainer")] = 1,
+    island: Annotated[
+        Path | None, typer.Option(help="TOML file with this island's own settings, [island].")
+    ] = None,
+    mesh: Annotated[
+        str, typer.Option(help="How the ranks share the model, as in shard=4,tensor=2.")
+    ] = "",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="torch threads of each rank; default: 1")
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Take part in a run until it is finished; the final model is left in the state directory."""
@@ -135,9 +144,18 @@ def join(
         advertise=advertise,
         spec=spec,
         text=tuple(text or ()),
-        threads=threads,
+        island=_island_settings(island, mesh, threads),
     )
     run_to_end(join_run(site, json))
+
+
+def _island_settings(file: Path | None, mesh: str, threads: int | None) -> IslandSettings:
+    from node.island_settings import IslandSettings, load_island
+    from node.mesh import parse_mesh
+
+    settings = load_island(file) if file is not None else IslandSettings()
+    changes = {"mesh": parse_mesh(mesh)} if mesh else {}
+    return settings.model_copy(update=changes | ({"threads": threads} if threads else {}))
 
 
 @run_app.command("init")

@@ -56,7 +56,7 @@ def init_run(
         create(files.owner_key, owner_secret)
     owner = load_or_create(files.owner_key)
     if spec.data.tokenizer == "bpe":
-        train_bpe(expand(spec.data.text), spec.model.vocab_size, files.tokenizer)
+        train_bpe(expand(spec.data.text), spec.built_in_model.vocab_size, files.tokenizer)
     check_text(spec, files.tokenizer, cache)
     start = _make_start(files, spec, cache)
     write_atomically(files.start, encode_signed(owner.sign("start", encode_start(start))))

@@ -113,7 +113,7 @@ def main() -> int:
         settings = load_settings(arguments.settings)
         if arguments.lr is not None:
             settings = with_lr(settings, arguments.lr)
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.island.threads)
         model = build_model(settings)
         if arguments.start is not None:
             model.load_state_dict(load_file(arguments.start))

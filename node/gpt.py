@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from protocol.spec import Model
+from protocol.spec import GptModel
 
 INIT_STD = 0.02
 ROTARY_BASE = 10_000.0
@@ -77,7 +77,7 @@ class Gpt(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: GptModel) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.depth))

@@ -148,7 +148,7 @@ def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
     environment = {
         "ATOLL_SOCKET": daemon.trainer_socket,
         "ATOLL_TRAINER_SETTINGS": str(site.trainer_settings),
-        "OMP_NUM_THREADS": str(site.threads),
+        "OMP_NUM_THREADS": str(site.island.threads),
         "PYTHONUNBUFFERED": "1",
     }
     command = site.command or builtin_command(site.torchrun_logs)
@@ -157,6 +157,6 @@ def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
 
 def _trainer_settings(daemon: Daemon, site: Site, described: Described) -> bytes:
     """For the built-in recipe; an island's place in the data order is its rank in the view."""
-    place = Place(site.cache, site.tokenizer, daemon.place_in_view, site.threads, site.text)
+    place = Place(site.cache, site.tokenizer, daemon.place_in_view, site.island, site.text)
     settings = settings_for(described.spec, daemon.islands, place, "the run's spec")
     return settings.model_dump_json().encode()

@@ -14,8 +14,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from node.island_settings import IslandSettings
 from protocol.errors import ConfigError
-from protocol.spec import Data, Inner, Model, Positive, RunSpec, Table, parse_table
+from protocol.spec import BuiltInModel, Data, Inner, Positive, RunSpec, Table, parse_table
 
 VARIABLE = "ATOLL_TRAINER_SETTINGS"
 
@@ -25,14 +26,14 @@ class TrainerSettings(Table):
 
     seed: Annotated[int, Field(ge=0, lt=1 << 63)]
     target_tokens: Positive
-    model: Model
+    model: BuiltInModel
     data: Data
     inner: Inner
     tokenizer_path: str | None = None
     cache_dir: str
     index: Annotated[int, Field(ge=0)]
     islands: Annotated[int, Field(ge=1, le=1_024)]
-    threads: Annotated[int, Field(ge=1, le=1_024)] = 1
+    island: IslandSettings = IslandSettings()
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainerSettings:
@@ -43,8 +44,10 @@ class TrainerSettings(Table):
                 f"target_tokens = {self.target_tokens} is less than one step of all islands, "
                 f"{self.step_tokens} tokens: raise it"
             )
-        if self.data.tokenizer == "bpe" and self.tokenizer_path is None:
-            raise ValueError('tokenizer_path: data.tokenizer = "bpe" needs a tokenizer file')
+        if self.data.tokenizer != "bytes" and self.tokenizer_path is None:
+            raise ValueError(
+                f'tokenizer_path: data.tokenizer = "{self.data.tokenizer}" needs a tokenizer file'
+            )
         return self
 
     @property
@@ -60,7 +63,7 @@ class Place:
     cache: Path
     tokenizer: Path
     index: int = 0
-    threads: int = 1
+    island: IslandSettings = IslandSettings()
     text: tuple[str, ...] = ()  # replaces the spec's where this host's files lie elsewhere
 
 
@@ -70,14 +73,14 @@ def settings_for(spec: RunSpec, islands: int, place: Place, source: str) -> Trai
     table = {
         "seed": spec.seed,
         "target_tokens": spec.target_tokens,
-        "model": spec.model,
+        "model": spec.built_in_model,
         "data": data,
         "inner": spec.inner,
-        "tokenizer_path": str(place.tokenizer) if data.tokenizer == "bpe" else None,
+        "tokenizer_path": str(place.tokenizer) if data.tokenizer != "bytes" else None,
         "cache_dir": str(place.cache),
         "index": place.index,
         "islands": islands,
-        "threads": place.threads,
+        "island": place.island,
     }
     return parse_table(TrainerSettings, table, source)
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.island_settings import IslandSettings
+
 
 @dataclass(frozen=True)
 class Site:
@@ -28,7 +30,7 @@ class Site:
     advertise: str | None = None
     spec: Path | None = None
     text: tuple[str, ...] = ()
-    threads: int = 1
+    island: IslandSettings = IslandSettings()
     command: tuple[str, ...] = ()  # own training script; empty = the built-in recipe
 
     @property

@@ -45,7 +45,7 @@ def load_tokens(data: Data, vocab_size: int, tokenizer_path: str | None, cache_d
         ConfigError: the tokenizer is missing or has more tokens than `vocab_size`.
     """
     files = expand(data.text)
-    tokenizer_path = tokenizer_path if data.tokenizer == "bpe" else None
+    tokenizer_path = tokenizer_path if data.tokenizer != "bytes" else None
     dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
     cache_dir.mkdir(parents=True, exist_ok=True)
     path = cache_dir / f"tokens-{_key(files, vocab_size, tokenizer_path)}.{dtype.name}"
@@ -61,8 +61,9 @@ def check_text(spec: RunSpec, tokenizer: Path, cache_dir: Path, text: Sequence[s
     `text` replaces the spec's paths where this host's files lie elsewhere. Raises TextError.
     """
     data = spec.data.model_copy(update={"text": tuple(text)}) if text else spec.data
-    tokens = load_tokens(data, spec.model.vocab_size, str(tokenizer), cache_dir)
-    split_tokens(tokens, spec.model.context, data.held_out)
+    model = spec.built_in_model
+    tokens = load_tokens(data, model.vocab_size, str(tokenizer), cache_dir)
+    split_tokens(tokens, model.context, data.held_out)
 
 
 def split_tokens(tokens: Tokens, context: int, held_out: float) -> tuple[Tokens, Tokens]:

@@ -78,7 +78,7 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         settings = settings_from_environment()
-        torch.set_num_threads(settings.threads)
+        torch.set_num_threads(settings.island.threads)
         skipped = train(settings)
     except AtollError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from protocol.errors import ConfigError
 from protocol.merkle import digest
@@ -30,24 +38,26 @@ T = TypeVar("T", bound=BaseModel)
 Positive = Annotated[int, Field(ge=1, le=1 << 50)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Context = Annotated[int, Field(ge=2, le=1 << 20)]
+VocabSize = Annotated[int, Field(ge=2, le=1 << 20)]
 
 
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
-class Model(Table):
+class GptModel(Table):
     """A decoder-only transformer: RMSNorm, rotary positions, causal attention."""
 
     recipe: Literal["gpt"] = "gpt"
     width: Annotated[int, Field(ge=8, le=65_536)] = 128
     depth: Annotated[int, Field(ge=1, le=1_024)] = 4
     heads: Annotated[int, Field(ge=1, le=1_024)] = 4
-    context: Annotated[int, Field(ge=2, le=1 << 20)] = 128
-    vocab_size: Annotated[int, Field(ge=2, le=1 << 20)] = 256
+    context: Context = 128
+    vocab_size: VocabSize = 256
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Model:
+    def _heads_divide_width(self) -> GptModel:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(
                 f"model.width = {self.width} must be an even multiple of model.heads = {self.heads}"
@@ -55,18 +65,105 @@ class Model(Table):
         return self
 
 
+class MoeModel(GptModel):
+    """The same transformer with a mixture of experts in place of each MLP.
+
+    `balance` is the weight of the load-balancing loss; `expert_width` the inner width of one expert.
+    """
+
+    recipe: Literal["moe"] = "moe"  # type: ignore[assignment]
+    experts: Annotated[int, Field(ge=2, le=1_024)] = 8
+    experts_per_token: Annotated[int, Field(ge=1, le=64)] = 2
+    expert_width: Annotated[int, Field(ge=8, le=1 << 18)] = 256
+    balance: Annotated[float, Field(ge=0, le=1)] = 0.01
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> MoeModel:
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.experts_per_token = {self.experts_per_token} is more than "
+                f"model.experts = {self.experts}"
+            )
+        return self
+
+
+class HfModel(Table):
+    """Any causal language model of Hugging Face transformers, by its configuration.
+
+    `config` is the text of its config.json: `atoll run init --hf SOURCE` fills it in, once for all islands.
+    """
+
+    recipe: Literal["hf"]
+    config: Annotated[str, Field(min_length=2, max_length=1 << 18)]
+    context: Context = 128
+
+    @model_validator(mode="after")
+    def _config_is_an_object(self) -> HfModel:
+        if not isinstance(self._fields().get("vocab_size"), int):
+            raise ValueError("model.config: has no vocab_size: is it a causal language model's?")
+        return self
+
+    def _fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.config)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"model.config: not valid JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError("model.config: must be a JSON object")
+        return fields
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._fields()["vocab_size"])
+
+
+class OwnModel(Table):
+    """A model of the islands' own training script; the run knows its layout and nothing else."""
+
+    recipe: Literal["own"]
+
+
+RECIPES: dict[int | str, type[Table]] = {"gpt": GptModel, "moe": MoeModel, "hf": HfModel, "own": OwnModel}
+
+
+def _recipe(table: Any) -> str:
+    return str(table.get("recipe", "gpt")) if isinstance(table, Mapping) else str(table.recipe)
+
+
+BuiltInModel = Annotated[  # what Atoll's own trainer can make
+    Annotated[GptModel, Tag("gpt")]
+    | Annotated[MoeModel, Tag("moe")]
+    | Annotated[HfModel, Tag("hf")],
+    Discriminator(_recipe),
+]
+Model = Annotated[
+    Annotated[GptModel, Tag("gpt")]
+    | Annotated[MoeModel, Tag("moe")]
+    | Annotated[HfModel, Tag("hf")]
+    | Annotated[OwnModel, Tag("own")],
+    Discriminator(_recipe),
+]
+
+
 class Data(Table):
-    text: Annotated[tuple[str, ...], Field(min_length=1, max_length=1_000)]
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    text: Annotated[tuple[str, ...], Field(max_length=1_000)] = ()
+    tokenizer: Literal["bytes", "bpe", "model"] = "bytes"
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05
     eval_sequences: Annotated[int, Field(ge=1, le=1 << 20)] = 256
     eval_every_rounds: Positive = 4
 
 
+class BatchPhase(Table):
+    """Until the run has seen `until_tokens`, an island's step takes `batch_size` samples."""
+
+    until_tokens: Positive
+    batch_size: Positive
+
+
 class Inner(Table):
     """The optimizer of the inner steps, local to each island; its learning rate follows the run's tokens."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     lr: Rate = 1e-3
     momentum: Fraction = 0.9
     beta1: Fraction = 0.9
@@ -76,6 +173,14 @@ class Inner(Table):
     warmup_tokens: Annotated[int, Field(ge=0, le=1 << 50)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     batch_size: Positive = 8
+    batch_ramp: Annotated[tuple[BatchPhase, ...], Field(max_length=1_000)] = ()
+
+    @model_validator(mode="after")
+    def _ramp_rises(self) -> Inner:
+        tokens = [phase.until_tokens for phase in self.batch_ramp]
+        if sorted(set(tokens)) != tokens:
+            raise ValueError("inner.batch_ramp: until_tokens must rise strictly")
+        return self
 
 
 class SchedulePhase(Table):
@@ -163,8 +268,8 @@ class RunSpec(Table):
     name: Annotated[str, Field(pattern=NAME)]
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     target_tokens: Positive
-    model: Model = Model()
-    data: Data
+    model: Model = GptModel()
+    data: Data = Data()
     inner: Inner = Inner()
     outer: Outer = Outer()
     sync: Sync = Sync()
@@ -177,12 +282,28 @@ class RunSpec(Table):
                 f"inner.warmup_tokens = {self.inner.warmup_tokens} must be below "
                 f"target_tokens = {self.target_tokens}"
             )
+        if isinstance(self.model, OwnModel):
+            return self
+        if not self.data.text:
+            raise ValueError("data.text: missing; name the files to train on")
+        if self.data.tokenizer == "model" and not isinstance(self.model, HfModel):
+            raise ValueError('data.tokenizer = "model" belongs to model.recipe = "hf"')
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_VALUES:
             raise ValueError(
                 f"model.vocab_size = {self.model.vocab_size} must be at least {BYTE_VALUES} "
                 f'with data.tokenizer = "bytes"'
             )
         return self
+
+    @property
+    def built_in_model(self) -> BuiltInModel:
+        """Raises ConfigError if the model is the islands' own."""
+        if isinstance(self.model, OwnModel):
+            raise ConfigError(
+                'model.recipe = "own": give the training command, `atoll join ... -- COMMAND`, '
+                "and the start state, `atoll run init --weights FILE`"
+            )
+        return self.model
 
     def canonical_json(self) -> bytes:
         return json.dumps(
@@ -239,8 +360,10 @@ def parse_table(model: type[T], table: Any, source: str) -> T:
 
 def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
     for fault in error.errors(include_url=False):
-        key = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
+        key = ".".join(str(part) for part in _keys(fault["loc"]))
+        if fault["type"] == "union_tag_invalid":
+            yield f"{key}.recipe: must be one of {', '.join(RECIPES)} (it is {fault['ctx']['tag']!r})"
+        elif fault["type"] == "extra_forbidden":
             near = difflib.get_close_matches(
                 str(fault["loc"][-1]), _names(model, fault["loc"][:-1]), 1, _LIKENESS
             )
@@ -254,6 +377,13 @@ def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str
             yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {_shown(fault['input'])})"
 
 
+def _keys(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """`path` as it stands in the file: without the recipe that pydantic puts behind `model`."""
+    if len(path) > 1 and path[0] == "model" and path[1] in RECIPES:
+        return path[:1] + path[2:]
+    return path
+
+
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:200]
@@ -265,6 +395,9 @@ def _names(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     """Field names of the table at `path`, looked up through nested models and lists of them."""
     for part in path:
         if isinstance(part, int):
+            continue
+        if issubclass(model, tuple(RECIPES.values())) and part in RECIPES:
+            model = RECIPES[part]
             continue
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         model = next(iter(_models_in(annotation)), model)

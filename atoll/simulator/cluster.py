@@ -80,7 +80,7 @@ class Cluster:
             "coordinator": self.address,
             "state": str(state),
             "cache": str(self._cache),
-            "threads": island.threads,
+            "island": island.settings.model_dump(),
             "link": self._scenario.link_of(island).model_dump(),
         }
         path = state / "island.json"

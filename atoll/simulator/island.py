@@ -9,6 +9,7 @@ from pathlib import Path
 from atoll.process import run_to_end
 from atoll.simulator.scenario import Link
 from atoll.simulator.shaped_transport import ShapedTransport
+from node.island_settings import IslandSettings
 from node.join import join
 from node.site import Site
 from protocol.grpc_transport import GrpcTransport
@@ -17,7 +18,9 @@ from protocol.grpc_transport import GrpcTransport
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     link = Link.model_validate(settings.pop("link"))
-    site = Site(**{**settings, "state": Path(settings["state"]), "cache": Path(settings["cache"])})
+    island = IslandSettings.model_validate(settings.pop("island"))
+    state, cache = Path(settings.pop("state")), Path(settings.pop("cache"))
+    site = Site(**settings, state=state, cache=cache, island=island)
 
     async def live() -> None:
         await join(site, ShapedTransport(GrpcTransport(), link))

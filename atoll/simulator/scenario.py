@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from node.island_settings import IslandSettings
 from protocol.errors import ConfigError
 from protocol.spec import NAME, RunSpec, Table, load_spec, parse_table, read_toml
 
@@ -28,10 +29,13 @@ class Link(Table):
     delay_s: Annotated[float, Field(ge=0, le=60)] = 0.0
 
 
-class IslandTable(Table):
+class IslandTable(IslandSettings):
     name: Annotated[str, Field(pattern=NAME)]
     link: Link | None = None
-    threads: Annotated[int, Field(ge=1, le=1_024)] = 1
+
+    @property
+    def settings(self) -> IslandSettings:
+        return IslandSettings(**self.model_dump(include=set(IslandSettings.model_fields)))
 
 
 class ScenarioTable(Table):

@@ -1,0 +1,60 @@
+"""A parameter as one rank holds it: a local tensor, and the box of the whole tensor it is.
+
+The whole tensor lies row by row in a flat vector that all ranks share. A rank copies its piece in and out
+through a view of the box, so no rank needs to know of any other, and no collective is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from node.tiling import Box, whole
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`local` shares its memory with the parameter: write it in place, never rebind it."""
+
+    shape: tuple[int, ...]
+    box: Box
+    local: Tensor
+
+    def place_in(self, flat: Tensor) -> Tensor:
+        """The view of this piece in `flat`, which holds the whole tensor's values."""
+        place = flat.view(self.shape)
+        for dim, (offset, size) in enumerate(zip(*self.box, strict=True)):
+            place = place.narrow(dim, offset, size)
+        return place
+
+
+def shard_of(name: str, parameter: Tensor) -> Shard:
+    """Raises ConfigError for a DTensor whose local values are not values of the whole tensor."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Shard(shape, whole(shape), parameter.detach())
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ConfigError(f"{name}: holds partial sums ({parameter.placements}): not supported")
+    local_shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    local = parameter.to_local().detach()
+    if tuple(local.shape) != tuple(local_shape):
+        raise ConfigError(
+            f"{name}: its local tensor is {list(local.shape)} where {list(local_shape)} is expected"
+        )
+    if not local.numel():  # an empty piece may claim to begin past the end
+        return Shard(shape, Box((0,) * len(shape), tuple(local.shape)), local)
+    return Shard(shape, Box(tuple(offset), tuple(local_shape)), local)
+
+
+@torch.no_grad()
+def load_whole(name: str, parameter: Tensor, values: Tensor) -> None:
+    """Copies this rank's piece of `values`, the whole tensor, into `parameter`."""
+    shard = shard_of(name, parameter)
+    shard.local.copy_(shard.place_in(values.reshape(-1)))
