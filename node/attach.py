@@ -1,16 +1,17 @@
-"""`attach(model, optimizer)`: makes a plain training loop one island's trainer.
+"""`attach(model, optimizer)`: makes a training loop, on one rank or many, one island's trainer.
 
     island = attach(model, optimizer)
     while not island.should_stop:
         ...forward, backward, optimizer.step()...
-        island.step(tokens=batch_tokens, loss=loss)
+        island.step(tokens=tokens_of_all_ranks, loss=loss)
 
 Without ATOLL_SOCKET in the environment nothing else happens, and the loop computes what it always did,
 bit for bit. With a daemon behind it the parameters become the run's anchor, and at each edge step `step`
 hands over a snapshot, waits, and moves the parameters to the new anchor.
 
 Invariants: parameters change in place only, inside `attach` and `step`; between edges `step` makes no
-system call and reads no tensor; `progress_tokens` never goes back.
+system call, no collective, and reads no tensor; every rank calls `attach` and `step` alike, and all see
+the same `should_stop`, `steps` and `progress_tokens`, which never goes back.
 """
 
 from __future__ import annotations
@@ -18,39 +19,48 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from node.edge import Edge
+from node.edge import Edge, Figures
 from node.edge_messages import Apply, Boundary, Evaluation, GoOn
-from node.parameters import check_optimizer, trained_parameters
-from protocol.errors import ConfigError
+from node.inner import lr_at
+from node.parameters import Models, Optimizers, hold
+from protocol.spec import Inner
 
 VARIABLE = "ATOLL_SOCKET"
 NEVER = 1 << 62
 
 
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> Island:
-    """Joins this process to the daemon named by ATOLL_SOCKET, if any.
+def attach(
+    model: Models,
+    optimizer: Optimizers,
+    *,
+    masters: Mapping[str, Tensor] | None = None,
+    ties: Mapping[str, str] | None = None,
+    figures: Figures | None = None,
+) -> Island:
+    """Joins this process to the daemon named by ATOLL_SOCKET, if any. To be called on every rank.
+
+    Args:
+        model: or a list of them, such as the pipeline stages of this rank. Wrapped and on its device.
+        optimizer: or a list of them, made from the model's parameters as they are now.
+        masters: parameter name -> the fp32 tensor that the optimizer moves in its place.
+        ties: parameter name -> the run's name of the same tensor, where another rank holds that one.
+        figures: floating-point operations per token and per second, for MFU.
 
     Raises:
-        ConfigError: several ranks, or an optimizer that moves tensors of its own.
+        ConfigError: ranks that do not know each other, a wrapper that is not supported, or an optimizer
+            that moves tensors of its own.
         RunMismatch: the daemon refuses this trainer, and says why.
         DaemonLost: nobody answers, here or in any later call of `step`.
     """
     path = os.environ.get(VARIABLE)
     if not path:
         return Island(None)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            "an island has one trainer rank for now: start it with --nproc-per-node 1"
-        )
-    parameters = trained_parameters(model)
-    check_optimizer(optimizer, parameters)
-    return Island(Edge(path, parameters))
+    return Island(Edge(path, hold(model, optimizer, masters, ties), figures or Figures()))
 
 
 class Island:
@@ -61,24 +71,36 @@ class Island:
         should_stop: the run is over, or this trainer's part in it.
         evaluate_now: the held-out loss on the anchor of `round` is asked for, until the next step.
         round: the last round applied.
+        data_shard: (index, count): this island takes the samples whose number modulo count is index.
+        seconds, skipped: totals a loop may keep here: what it spends on what, and steps it has skipped;
+            they are reported at the next edge.
     """
 
     def __init__(self, edge: Edge | None) -> None:
         self._edge = edge
         self.should_stop = self.evaluate_now = False
-        self.round = self.first_step = self.steps = 0
+        self.round = self.first_step = self.steps = self.skipped = 0
+        self.data_shard = (0, 1)
+        self.seconds: dict[str, float] = {}
         self._next_edge_step, self._next_fragment = NEVER, 0
         self._committed_tokens, self._islands = 0, 1
         self._tokens = self._tokens_at_apply = self._least_progress_tokens = 0
         self._boundaries = 0
         self._compute_s = 0.0
+        self._schedule: Inner | None = None
+        self._target_tokens = 1
         if edge is not None:
             welcome = edge.welcome
             self.round, self.evaluate_now = welcome.round, welcome.evaluate
             self.first_step = self.steps = welcome.first_step
+            self.data_shard = welcome.index, welcome.islands
             self._next_edge_step = welcome.next_edge_step
             self._next_fragment = welcome.next_fragment
             self._committed_tokens, self._islands = welcome.committed_tokens, welcome.islands
+            self._schedule = Inner(
+                lr=1.0, warmup_tokens=welcome.warmup_tokens, min_lr_ratio=welcome.min_lr_ratio
+            )
+            self._target_tokens = welcome.target_tokens
         self._left_s = time.perf_counter()
 
     @property
@@ -91,12 +113,29 @@ class Island:
         own = self._tokens - self._tokens_at_apply
         return max(self._least_progress_tokens, self._committed_tokens + own * self._islands)
 
+    @property
+    def lr_factor(self) -> float:
+        """What to multiply the learning rate with, by the run's schedule; 1 without a daemon."""
+        if self._schedule is None:
+            return 1.0
+        return lr_at(self.progress_tokens, self._schedule, self._target_tokens)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where this island is, to be kept beside a checkpoint of one's own. The daemon has the truth:
+        after a restart `attach` says where to go on."""
+        return {
+            "round": self.round,
+            "steps": self.steps,
+            "tokens": self._tokens,
+            "progress_tokens": self.progress_tokens,
+        }
+
     def step(self, *, tokens: int, loss: Tensor | float | None = None) -> None:
-        """To call after each `optimizer.step()`.
+        """To call after each `optimizer.step()`, on every rank.
 
         Args:
-            tokens: what this step trained on.
-            loss: of this step; read only at an edge.
+            tokens: what this step trained on, all ranks of the island together.
+            loss: of this step, this rank's own; read only at an edge. Ranks without one leave it out.
         """
         self.steps += 1
         self._tokens += tokens
@@ -105,8 +144,9 @@ class Island:
             self._meet(self._edge, loss)
 
     def _meet(self, edge: Edge, loss: Tensor | float | None) -> None:
-        self._compute_s += time.perf_counter() - self._left_s
-        answer = edge.meet(self._boundary(edge, loss))
+        rank_s = time.perf_counter() - self._left_s
+        self._compute_s += rank_s
+        answer = edge.meet(self._boundary(edge, loss), rank_s)
         if isinstance(answer, Apply):
             edge.apply(answer)
             self._least_progress_tokens = self.progress_tokens
@@ -133,11 +173,17 @@ class Island:
             loss=value if math.isfinite(value) else None,
             compute_s=self._compute_s,
             wait_s=edge.wait_s,
+            rank_s=(),
+            seconds=self.seconds,
+            skipped=self.skipped,
         )
 
     @contextmanager
-    def at_anchor(self) -> Iterator[None]:
-        """Inside, the parameters are the run's anchor: evaluate here. Not counted as compute."""
+    def anchor(self) -> Iterator[None]:
+        """Inside, the parameters are the run's anchor: evaluate or export here, on every rank.
+
+        Not counted as compute.
+        """
         entered_s = time.perf_counter()
         if self._edge is None:
             yield
@@ -147,7 +193,7 @@ class Island:
         self._left_s += time.perf_counter() - entered_s
 
     def report_evaluation(self, loss: float) -> None:
-        """Reports the held-out loss on the anchor of `round`."""
+        """Reports the held-out loss on the anchor of `round`; rank 0's counts."""
         self.evaluate_now = False
         if self._edge is not None:
             self._edge.report(Evaluation(self.round, loss))

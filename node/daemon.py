@@ -72,6 +72,8 @@ class Daemon:
             Surroundings(site, wiring, transport, events, self._desk, self._outbox, self._put),
         )
         self.opened, self.finished = self._rounds.opened, self._rounds.finished
+        self.attached, self.stepped = asyncio.Event(), asyncio.Event()
+        self.boundaries = 0  # that this daemon's trainers have reached
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -206,8 +208,17 @@ class Daemon:
                 difference = await self._desk.greet(message)
                 if difference is not None:
                     raise RunMismatch(f"the trainer's model is not the run's: {difference}")
-                self._events.write("trainer", incarnation=message.incarnation)
+                self.attached.set()
+                self._events.write(
+                    "trainer",
+                    incarnation=message.incarnation,
+                    ranks=message.ranks,
+                    flops_per_token=message.flops_per_token,
+                    peak_flops=message.peak_flops,
+                )
             case Boundary():
+                self.stepped.set()
+                self.boundaries += 1
                 self._note_boundary(message)
                 await self._desk.arrive(message)
                 await self._rounds.offer()
@@ -215,6 +226,9 @@ class Daemon:
                 tokens = self._desk.tokens_at.pop(round_, self.state.chain.committed_tokens)
                 self._desk.loss = loss
                 self._events.write("evaluation", round=round_, tokens=tokens, loss=loss)
+            case None if not self.finished.is_set():
+                self._events.write("trainer_lost")
+                log.warning("trainer_lost", log=str(self._site.trainer_log))
             case _:
                 pass
 
@@ -226,6 +240,9 @@ class Daemon:
             loss=boundary.loss,
             compute_s=round(boundary.compute_s, 4),
             wait_s=round(boundary.wait_s, 4),
+            rank_s=[round(seconds, 4) for seconds in boundary.rank_s],
+            seconds={part: round(seconds, 4) for part, seconds in boundary.seconds.items()},
+            skipped=boundary.skipped,
         )
 
     # --- progress ------------------------------------------------------------------------------

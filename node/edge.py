@@ -1,8 +1,14 @@
 """The trainer's side of a boundary: snapshot out, answer in, anchor applied.
 
-One boundary at a time: `meet` writes the snapshot, tells the daemon and waits. `apply` follows the one
-rule  local += new anchor - ref.  No inner step lies between snapshot and answer, so with the snapshot as
-ref the sum is the new anchor itself, and that is what is copied: no rounding enters.
+    every rank: write own pieces ─► all have written ─► rank 0: Boundary ─► daemon
+    every rank: apply own pieces ◄─ broadcast        ◄─ rank 0: answer   ◄─┘
+
+One boundary at a time. `apply` follows the one rule  local += new anchor - ref.  No inner step lies between
+snapshot and answer, so with the snapshot as ref the sum is the new anchor itself, and that is what is
+copied: no rounding enters.
+
+Invariants: all ranks make the same calls in the same order; only rank 0 speaks to the daemon; whoever reads
+or writes pieces has resharded first.
 """
 
 from __future__ import annotations
@@ -10,62 +16,158 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from node.edge_link import EdgeLink
+from node.crew import Crew, muster
+from node.edge_link import DaemonLost, EdgeLink
 from node.edge_messages import (
     Applied,
     Apply,
     Boundary,
+    Buffers,
     Evaluation,
+    Follow,
+    FragmentLayout,
     GoOn,
     Hello,
+    Message,
     Refused,
     Stop,
     Welcome,
+    decode,
+    encode,
 )
-from node.fragment_memory import FragmentMemory
-from node.parameters import layout_of
-from protocol.errors import InvariantBroken, RunMismatch
+from node.fragment_memory import BUFFERS, FragmentMemory, Places, boxes_in, places_in
+from node.host_group import HostGroup
+from node.parameters import Held
+from node.relay import Proxy, Remote, proxy_of
+from node.shared_buffer import SharedBuffer
+from protocol.errors import AtollError, InvariantBroken, RunMismatch
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the daemon is told for its accounts; `peak_flops` of one rank."""
+
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
 
 
 class Edge:
     """Joins on construction: then the parameters are the anchor, and `welcome` says where we are."""
 
-    def __init__(self, path: str, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, path: str, held: Held, figures: Figures) -> None:
         self.incarnation = secrets.token_hex(8)
         self.wait_s = 0.0
+        self._host = HostGroup()
+        self._held = held
+        self._link = _link_if_local(path, self._host.rank)
+        self._buffers: list[SharedBuffer] = []
         self._fragments: list[FragmentMemory] = []
-        self._link = EdgeLink(path)
+        self._relays: list[list[Proxy | Remote]] = []
         try:
-            self.welcome = self._join(parameters)
+            crew = muster(held.pieces, self._link is not None, self._host)
+            self.welcome = self._join(crew, figures)
+            for number, layout in enumerate(self.welcome.fragments):
+                self._add_fragment(number, layout, crew)
+            held.settle()
+            for number, slot in enumerate(self.welcome.anchor_slot):
+                for relay in self._relays[number]:
+                    relay.pull(slot)
+                self._fragments[number].take_anchor(slot)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, parameters: Mapping[str, Tensor]) -> Welcome:
-        self._link.send(Hello(self.incarnation, os.getpid(), layout_of(parameters)))
-        welcome = self._link.receive()
+    # --- joining -------------------------------------------------------------------------------
+
+    def _join(self, crew: Crew, figures: Figures) -> Welcome:
+        peak = figures.peak_flops and figures.peak_flops * self._host.size
+        hello = Hello(
+            self.incarnation,
+            os.getpid(),
+            crew.layout,
+            self._host.size,
+            figures.flops_per_token or 6.0 * sum(tensor.values for tensor in crew.layout),
+            peak,
+        )
+        welcome = self._ask(hello)
         if isinstance(welcome, Refused):
             raise RunMismatch(f"the daemon refuses this trainer: {welcome.reason}")
         if not isinstance(welcome, Welcome):
             raise InvariantBroken(f"the daemon answers Hello with {type(welcome).__name__}")
-        for layout, slot in zip(welcome.fragments, welcome.anchor_slot, strict=True):
-            memory = FragmentMemory(layout, parameters, self._link.take_descriptors(3))
-            self._fragments.append(memory)
-            memory.take_anchor(slot)
+        if self._link is not None and self._host.rank:
+            self._link.send(Follow(self._host.rank))
+            if not isinstance(self._link.receive(), Buffers):
+                raise InvariantBroken("the daemon does not answer Follow with buffers")
         return welcome
 
-    def meet(self, boundary: Boundary) -> Apply | GoOn | Stop:
-        """Hands over the snapshot of the fragment that is due; returns when the daemon answers."""
+    def _ask(self, message: Message) -> Message:
+        """Rank 0 asks, all ranks get the answer; the others' `message` is not used."""
+        line = b""
+        if self._host.rank == 0 and self._link is not None:
+            try:
+                self._link.send(message)
+                line = encode(self._link.receive())
+            except AtollError:
+                self._host.broadcast(b"")
+                raise
+        line = self._host.broadcast(line)
+        if not line:
+            raise DaemonLost("rank 0 cannot reach the daemon")
+        return decode(line)
+
+    def _add_fragment(self, number: int, layout: FragmentLayout, crew: Crew) -> None:
+        rank, shapes = self._host.rank, crew.shapes
+        boxes = [boxes_in(layout, held) for held in crew.boxes]
+        relays: list[Proxy | Remote] = []
+        if self._link is None:
+            remote = Remote(self._host, proxy_of(rank, crew.local), boxes[rank], BUFFERS)
+            relays.append(remote)
+            places: list[Places] = [*remote.places]
+            writes = set(boxes[rank])
+        else:
+            descriptors = self._link.take_descriptors(BUFFERS)
+            shared = [SharedBuffer.open(fd, layout.values) for fd in descriptors]
+            self._buffers += shared
+            places = [places_in(buffer, layout, boxes[rank], shapes) for buffer in shared]
+            writes = crew.writes[rank]
+            for other, local in enumerate(crew.local):
+                if not local and proxy_of(other, crew.local) == rank:
+                    theirs = [places_in(buffer, layout, boxes[other], shapes) for buffer in shared]
+                    relays.append(
+                        Proxy(self._host, other, boxes[other], crew.writes[other], theirs)
+                    )
+        pieces = [piece for piece in self._held.pieces if piece.name in boxes[rank]]
+        self._fragments.append(FragmentMemory(pieces, writes, places))
+        self._relays.append(relays)
+
+    # --- boundaries ----------------------------------------------------------------------------
+
+    def meet(self, boundary: Boundary, rank_s: float) -> Apply | GoOn | Stop:
+        """Hands over the snapshot of the fragment that is due; returns when the daemon answers.
+
+        `rank_s` = this rank's time since the last edge. The boundary's loss becomes the ranks' mean.
+        """
+        self._held.settle()
         self._fragments[boundary.fragment].write_snapshot()
-        self._link.send(boundary)
+        for relay in self._relays[boundary.fragment]:
+            relay.push()
         before_s = time.perf_counter()
-        answer = self._link.receive()
+        rows = self._host.numbers(
+            [rank_s, float("nan") if boundary.loss is None else boundary.loss]
+        )
+        losses = [loss for _, loss in rows if loss == loss]
+        answer = self._ask(
+            replace(
+                boundary,
+                incarnation=self.incarnation,
+                rank_s=tuple(seconds for seconds, _ in rows),
+                loss=sum(losses) / len(losses) if losses else None,
+            )
+        )
         self.wait_s += time.perf_counter() - before_s
         if isinstance(answer, Stop):
             return answer
@@ -75,30 +177,48 @@ class Edge:
 
     def apply(self, answer: Apply) -> None:
         memory = self._fragments[answer.fragment]
+        for relay in self._relays[answer.fragment]:
+            relay.pull(answer.anchor_slot)
         if answer.ref == "anchor":
             memory.rebase(answer.anchor_slot)
         else:
             memory.take_anchor(answer.anchor_slot)
-        self._link.send(Applied(answer.fragment, answer.round, answer.sequence))
+        self._tell(Applied(answer.fragment, answer.round, answer.sequence))
 
     def report(self, evaluation: Evaluation) -> None:
-        self._link.send(evaluation)
+        self._tell(evaluation)
+
+    def _tell(self, message: Message) -> None:
+        if self._host.rank == 0 and self._link is not None:
+            self._link.send(message)
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Inside, the parameters are the anchor, whatever rebases went before."""
-        local = [[parameter.clone() for parameter in memory] for memory in self._fragments]
+        self._held.settle()
+        kept = [[local.clone() for local in memory] for memory in self._fragments]
         for memory in self._fragments:
             memory.take_anchor(memory.slot)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for memory, kept in zip(self._fragments, local, strict=True):
-                    for parameter, value in zip(memory, kept, strict=True):
-                        parameter.copy_(value)
+            self._held.settle()
+            for memory, values in zip(self._fragments, kept, strict=True):
+                memory.restore(values)
 
     def close(self) -> None:
-        self._link.close()
-        for memory in self._fragments:
-            memory.close()
+        if self._link is not None:
+            self._link.close()
+        self._fragments, self._relays = [], []
+        for buffer in self._buffers:
+            buffer.close()
+
+
+def _link_if_local(path: str, rank: int) -> EdgeLink | None:
+    """A rank that does not reach the daemon's socket is on another host; rank 0 must not be."""
+    try:
+        return EdgeLink(path)
+    except DaemonLost:
+        if rank == 0:
+            raise
+        return None

@@ -3,20 +3,23 @@
     trainer                                  daemon
     Hello(layout)                     ->
                                       <-     Welcome + file descriptors   or   Refused
+    Follow (every other rank)         ->
+                                      <-     Buffers + file descriptors
     Boundary (every edge step)        ->
                                       <-     Apply   or   GoOn   or   Stop
     Applied, Evaluation               ->     (after an Apply; Evaluation when it was asked for)
 
-Tensors never travel here: they lie in shared memory, whose descriptors come with Welcome in the order
-snapshot, anchor slot 0, anchor slot 1 of fragment 0, then of fragment 1, ... The edge is known one ahead:
-every answer names the next edge step and the fragment that is due there. An edge step is a count of
-island steps done; round numbers are the daemon's, the trainer only hands them back.
+Rank 0 speaks for the island's ranks; the others connect once, for the shared memory. Tensors never
+travel here: their descriptors come with Welcome and Buffers, in the order snapshot, anchor slot 0, anchor
+slot 1 of fragment 0, then of fragment 1, ... The edge is known one ahead: every answer names the next edge
+step and the fragment that is due there. An edge step is a count of island steps done; round numbers are
+the daemon's, the trainer only hands them back.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -31,11 +34,24 @@ Reference = Literal["snapshot", "anchor", "reset"]
 
 @dataclass(frozen=True)
 class Hello:
-    """`incarnation` names this life of the trainer process."""
+    """`incarnation` names this life of the trainer; `layout` is what its ranks hold, all together.
+
+    `peak_flops` is of all ranks together, None where it is not known.
+    """
 
     incarnation: str
     pid: int
     layout: tuple[TensorLayout, ...]
+    ranks: int = 1
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Follow:
+    """From every rank but the first: asks for the buffers that came with Welcome."""
+
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,8 @@ class Boundary:
 
     `step` counts the island's steps, all incarnations together; `tokens`, `steps`, `compute_s` and
     `wait_s` are totals of this incarnation. `loss` is the last step's, None if it is not finite.
+    `rank_s` is each rank's time since the last edge, `seconds` what the loop spent on what, `skipped`
+    its steps whose gradient was not finite: totals too.
     """
 
     sequence: int
@@ -55,6 +73,9 @@ class Boundary:
     loss: float | None
     compute_s: float
     wait_s: float
+    rank_s: tuple[float, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,10 @@ class FragmentLayout:
 
 @dataclass(frozen=True)
 class Welcome:
-    """`first_step` = island steps done before this incarnation; `anchor_slot` = one per fragment."""
+    """`first_step` = island steps done before this incarnation; `anchor_slot` = one per fragment.
+
+    `index` = this island's place among `islands`. The last three rule the learning rate.
+    """
 
     fragments: tuple[FragmentLayout, ...]
     anchor_slot: tuple[int, ...]
@@ -99,7 +123,18 @@ class Welcome:
     next_fragment: int
     committed_tokens: int
     islands: int
+    index: int
     evaluate: bool
+    warmup_tokens: int
+    target_tokens: int
+    min_lr_ratio: float
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Answers Follow; `count` file descriptors come along, in Welcome's order."""
+
+    count: int
 
 
 @dataclass(frozen=True)
@@ -138,7 +173,19 @@ class Stop:
     reason: str
 
 
-Message = Hello | Boundary | Applied | Evaluation | Welcome | Apply | GoOn | Refused | Stop
+Message = (
+    Hello
+    | Follow
+    | Boundary
+    | Applied
+    | Evaluation
+    | Welcome
+    | Buffers
+    | Apply
+    | GoOn
+    | Refused
+    | Stop
+)
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _CHECKS = {

@@ -16,17 +16,17 @@ from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
 from node.events import Events
 from node.journal import Journal
+from node.mesh import check_mesh
 from node.metered_transport import MeteredTransport
-from node.settings import Place, settings_for
 from node.site import Site
 from node.text import check_text
 from node.torch_extra import require_torch
 from node.trainer_link import TrainerLink
-from node.trainer_process import TrainerProcess, builtin_command
+from node.training import Training
 from protocol.errors import PeerUnreachable, TrainerFailed
 from protocol.identity import load_or_create
 from protocol.messages import Record
-from protocol.state_dir import locked, write_atomically
+from protocol.state_dir import locked
 from protocol.transport import Transport
 
 log = structlog.get_logger()
@@ -51,6 +51,8 @@ async def join(site: Site, transport: Transport) -> Daemon:
         try:
             described = await _patiently(partial(describe, client, site, journal))
             if not site.command:
+                spec = described.spec
+                check_mesh(site.island.mesh, spec.built_in_model, spec.inner)
                 check_text(described.spec, site.tokenizer, site.cache, site.text)
             state, missing = await prepare_state(metered, described, site, journal)
             link = TrainerLink(site.state)
@@ -97,13 +99,11 @@ async def _live(
 ) -> None:
     """Daemon and trainer side by side, until the run is finished; an error in either ends both."""
     following = asyncio.create_task(daemon.run(client, missing))
-    trainer: TrainerProcess | None = None
+    trainer = Training(daemon, site, described)
     training: asyncio.Task[None] | None = None
     try:
         await _first(following, daemon.opened.wait(), daemon.finished.wait())
         if not daemon.finished.is_set():
-            write_atomically(site.trainer_settings, _trainer_settings(daemon, site, described))
-            trainer = _trainer(daemon, site)
             training = asyncio.create_task(trainer.run())
             await _first(following, daemon.finished.wait(), _lasting(daemon, training))
             await _first(following, asyncio.wait({training}, timeout=_FAREWELL_S))
@@ -115,9 +115,10 @@ async def _live(
     finally:
         if not daemon.opened.is_set():
             await daemon.say_goodbye()  # stopped in the lobby: the run must not open with our ghost
-        if trainer is not None and training is not None:
-            await trainer.stop()
+        if training is not None:
+            training.cancel()
             await asyncio.gather(training, return_exceptions=True)
+            await trainer.stop()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
@@ -142,21 +143,3 @@ async def _first(following: asyncio.Task[None], *others: Coroutine[Any, Any, Any
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _trainer(daemon: Daemon, site: Site) -> TrainerProcess:
-    environment = {
-        "ATOLL_SOCKET": daemon.trainer_socket,
-        "ATOLL_TRAINER_SETTINGS": str(site.trainer_settings),
-        "OMP_NUM_THREADS": str(site.island.threads),
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = site.command or builtin_command(site.torchrun_logs)
-    return TrainerProcess(command, environment, site.trainer_log)
-
-
-def _trainer_settings(daemon: Daemon, site: Site, described: Described) -> bytes:
-    """For the built-in recipe; an island's place in the data order is its rank in the view."""
-    place = Place(site.cache, site.tokenizer, daemon.place_in_view, site.island, site.text)
-    settings = settings_for(described.spec, daemon.islands, place, "the run's spec")
-    return settings.model_dump_json().encode()

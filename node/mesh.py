@@ -83,6 +83,28 @@ def parse_mesh(text: str) -> Mesh:
         raise ConfigError(f"--mesh {text!r}: every size is 1 to 4096") from None
 
 
+def shrink(mesh: Mesh, ranks: int) -> Mesh:
+    """The largest mesh of at most `ranks` ranks that differs from `mesh` in replicate and shard only.
+
+    Raises ConfigError if the other axes alone need more.
+    """
+    fixed = mesh.ranks // (mesh.replicate * mesh.shard)
+    choices = [
+        (replicate * shard, shard, replicate)
+        for replicate in _divisors(mesh.replicate)
+        for shard in _divisors(mesh.shard)
+        if fixed * replicate * shard <= ranks
+    ]
+    if not choices:
+        raise ConfigError(f"island.mesh: {mesh} does not fit on {ranks} devices")
+    _, shard, replicate = max(choices)
+    return mesh.model_copy(update={"replicate": replicate, "shard": shard})
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def check_mesh(mesh: Mesh, model: BuiltInModel, inner: Inner) -> None:
     """Raises ConfigError naming the axis that does not divide, or the axes that do not go together."""
     for a, b in REFUSED:

@@ -34,6 +34,7 @@ class TrainerSettings(Table):
     index: Annotated[int, Field(ge=0)]
     islands: Annotated[int, Field(ge=1, le=1_024)]
     island: IslandSettings = IslandSettings()
+    checkpoint_dir: str | None = None
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainerSettings:
@@ -65,6 +66,7 @@ class Place:
     index: int = 0
     island: IslandSettings = IslandSettings()
     text: tuple[str, ...] = ()  # replaces the spec's where this host's files lie elsewhere
+    checkpoints: Path | None = None  # of optimizer and random state; None = none are kept
 
 
 def settings_for(spec: RunSpec, islands: int, place: Place, source: str) -> TrainerSettings:
@@ -81,6 +83,7 @@ def settings_for(spec: RunSpec, islands: int, place: Place, source: str) -> Trai
         "index": place.index,
         "islands": islands,
         "island": place.island,
+        "checkpoint_dir": str(place.checkpoints) if place.checkpoints is not None else None,
     }
     return parse_table(TrainerSettings, table, source)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from node.tiling import Box, whole
+from node.tiling import Box, Shape, whole
 from protocol.errors import ConfigError
 
 
@@ -21,16 +21,17 @@ from protocol.errors import ConfigError
 class Shard:
     """`local` shares its memory with the parameter: write it in place, never rebind it."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     box: Box
     local: Tensor
 
-    def place_in(self, flat: Tensor) -> Tensor:
-        """The view of this piece in `flat`, which holds the whole tensor's values."""
-        place = flat.view(self.shape)
-        for dim, (offset, size) in enumerate(zip(*self.box, strict=True)):
-            place = place.narrow(dim, offset, size)
-        return place
+
+def view_of(flat: Tensor, shape: Shape, box: Box) -> Tensor:
+    """The view of `box` in `flat`, which holds the values of one tensor of `shape`."""
+    place = flat.view(shape)
+    for dim, (offset, size) in enumerate(zip(*box, strict=True)):
+        place = place.narrow(dim, offset, size)
+    return place
 
 
 def shard_of(name: str, parameter: Tensor) -> Shard:
@@ -57,4 +58,4 @@ def shard_of(name: str, parameter: Tensor) -> Shard:
 def load_whole(name: str, parameter: Tensor, values: Tensor) -> None:
     """Copies this rank's piece of `values`, the whole tensor, into `parameter`."""
     shard = shard_of(name, parameter)
-    shard.local.copy_(shard.place_in(values.reshape(-1)))
+    shard.local.copy_(view_of(values.reshape(-1), shard.shape, shard.box))

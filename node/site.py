@@ -7,6 +7,7 @@
 <state>/snapshot.safetensors   anchor and outer state after some round
 <state>/events.jsonl     what happened; reports are made from it
 <state>/trainer.log, trainer.json, tokenizer.json
+<state>/inner/           the ranks' optimizer and random state
 <state>/final.safetensors      the model when the run is finished
 """
 
@@ -64,6 +65,10 @@ class Site:
     @property
     def trainer_settings(self) -> Path:
         return self.state / "trainer.json"
+
+    @property
+    def inner_checkpoints(self) -> Path:
+        return self.state / "inner"
 
     @property
     def tokenizer(self) -> Path:

@@ -60,7 +60,7 @@ def train(settings: TrainerSettings) -> int:
     with closing(attach(model, optimizer)) as island:
         while True:
             if island.evaluate_now:
-                with island.at_anchor():
+                with island.anchor():
                     island.report_evaluation(held_out_loss(model, held_out, settings))
             alone_done = not island.attached and island.progress_tokens >= settings.target_tokens
             if island.should_stop or alone_done:

@@ -63,6 +63,7 @@ class TrainerDesk:
 
     async def greet(self, hello: Hello) -> str | None:
         """Answers a new trainer with buffers and anchors, or refuses it and says why."""
+        self._link.turn_to(hello.incarnation)
         difference = first_difference(hello.layout, self._state.layout.tensors)
         if difference is not None:
             await self._link.send(Refused(difference))
@@ -82,7 +83,11 @@ class TrainerDesk:
             next_fragment=self._state.fragment_of(self._next_round),
             committed_tokens=chain.committed_tokens,
             islands=len(chain.view),
+            index=[member.island for member in chain.view].index(self._me),
             evaluate=self._evaluation_due(chain.head_slot, chain.head_slot == 0),
+            warmup_tokens=self._state.spec.inner.warmup_tokens,
+            target_tokens=self._state.spec.target_tokens,
+            min_lr_ratio=self._state.spec.inner.min_lr_ratio,
         )
         descriptors = [
             b.fd for anchors in self._buffers for b in (anchors[_SNAPSHOT], *anchors[:2])

@@ -21,12 +21,18 @@ from protocol.errors import TrainerFailed
 log = structlog.get_logger()
 
 _TERM_GRACE_S = 5.0
+_MONITOR_S = 0.1  # between torchrun's looks at its ranks
 
 
-def builtin_command(log_dir: Path) -> list[str]:
-    """torchrun with the built-in recipe; its own folders go below `log_dir`."""
+def torchrun_command(log_dir: Path, ranks: int, restarts: int) -> list[str]:
+    """torchrun with the built-in trainer; its own folders go below `log_dir`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    options = ["--nproc-per-node=1", f"--log-dir={log_dir}"]
+    options = [
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+        f"--monitor-interval={_MONITOR_S}",
+        f"--log-dir={log_dir}",
+    ]
     return [sys.executable, "-P", *torchrun, *options, "-m", "node.trainer"]
 
 

@@ -142,13 +142,22 @@ def _cut(start: int, segments: Sequence[Segment], size: int) -> list[Cell]:
 
 
 def first_difference(mine: Sequence[TensorLayout], run: Sequence[TensorLayout]) -> str | None:
-    """One line on the first parameter in which a model differs from the run's, or None."""
-    for number, (a, b) in enumerate(zip(mine, run, strict=False)):
+    """One line on the first parameter in which a model differs from the run's, or None.
+
+    Names tell which is which: a pipeline's ranks do not hold them in the model's order.
+    """
+    held, wanted = {tensor.name: tensor for tensor in mine}, {tensor.name for tensor in run}
+    strangers = [tensor for tensor in mine if tensor.name not in wanted]
+    for number, b in enumerate(run):
+        a = held.get(b.name) or (strangers[0] if strangers else None)
+        if a is None:
+            return f"parameter {number}: this model lacks {b.name} {list(b.shape)} {b.dtype}"
         if a != b:
             return (
                 f"parameter {number}: this model has {a.name} {list(a.shape)} {a.dtype}, "
                 f"the run has {b.name} {list(b.shape)} {b.dtype}"
             )
-    if len(mine) != len(run):
-        return f"this model has {len(mine)} parameters, the run has {len(run)}"
+    if strangers:
+        a = strangers[0]
+        return f"this model has {a.name} {list(a.shape)} {a.dtype}, which the run lacks"
     return None

@@ -123,7 +123,12 @@ class OwnModel(Table):
     recipe: Literal["own"]
 
 
-RECIPES: dict[int | str, type[Table]] = {"gpt": GptModel, "moe": MoeModel, "hf": HfModel, "own": OwnModel}
+RECIPES: dict[int | str, type[Table]] = {
+    "gpt": GptModel,
+    "moe": MoeModel,
+    "hf": HfModel,
+    "own": OwnModel,
+}
 
 
 def _recipe(table: Any) -> str:

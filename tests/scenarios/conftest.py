@@ -137,6 +137,9 @@ class StandInTrainer:
         self.restart = asyncio.Event()
         await self.restart.wait()
 
+    def turn_to(self, incarnation: str) -> None:
+        pass
+
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         if descriptors and isinstance(message, Welcome):
             sizes = [f.values for f in message.fragments]

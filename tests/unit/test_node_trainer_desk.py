@@ -60,6 +60,9 @@ class Link:
         self.sent: list[Message] = []
         self.descriptors: Sequence[int] = ()
 
+    def turn_to(self, incarnation: str) -> None:
+        pass
+
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         self.sent.append(message)
         self.descriptors = descriptors or self.descriptors

@@ -84,7 +84,16 @@ def test_first_difference_names_parameter_shape_and_dtype() -> None:
         "parameter 0: this model has w [2, 3] float32, the run has w [3, 2] float32"
     )
     assert first_difference(run, run) is None
-    assert first_difference(run, []) == "this model has 1 parameters, the run has 0"
+    assert first_difference(run, []) == "this model has w [3, 2] float32, which the run lacks"
+    assert first_difference([], run) == "parameter 0: this model lacks w [3, 2] float32"
+
+
+def test_first_difference_does_not_mind_the_order() -> None:
+    run = [TensorLayout(name, (2,), "float32") for name in "abc"]
+    assert first_difference(run[::-1], run) is None
+    assert first_difference([*run[:2], TensorLayout("d", (2,), "float32")], run) == (
+        "parameter 2: this model has d [2] float32, the run has c [2] float32"
+    )
 
 
 islands = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=20, unique=True)

@@ -113,7 +113,11 @@ class Daemon:
             "next_fragment": 0,
             "committed_tokens": 0,
             "islands": 4,
+            "index": 1,
             "evaluate": False,
+            "warmup_tokens": 0,
+            "target_tokens": 1_000,
+            "min_lr_ratio": 0.1,
         }
         return Welcome(**(fields | changes))  # type: ignore[arg-type]
 
@@ -211,6 +215,7 @@ def test_parameters_become_the_anchor_in_place(model: nn.Module, daemon: Daemon)
     assert isinstance(hello, Hello)
     assert hello.pid == os.getpid()
     assert hello.layout == layout_of(trained_parameters(model))
+    assert hello.ranks == 1
 
 
 def test_tied_parameters_count_once_and_frozen_ones_not_at_all() -> None:
@@ -324,12 +329,12 @@ def test_anchor_moves_the_parameters_with_the_anchor(model: nn.Module, daemon: D
     assert torch.equal(after, before + 9 * torch.arange(8.0))
 
 
-def test_at_anchor_shows_the_anchor_and_gives_the_parameters_back(
+def test_anchor_shows_the_anchor_and_gives_the_parameters_back(
     model: nn.Module, daemon: Daemon
 ) -> None:
     island = joined(model, daemon)
     shift(model, 1.0)
-    with island.at_anchor():
+    with island.anchor():
         assert torch.equal(flat(model), torch.arange(8.0))
     assert torch.equal(flat(model), torch.arange(8.0) + 1)
     island.close()

@@ -7,7 +7,9 @@ from node.edge_messages import (
     Applied,
     Apply,
     Boundary,
+    Buffers,
     Evaluation,
+    Follow,
     FragmentLayout,
     GoOn,
     Hello,
@@ -27,10 +29,12 @@ MESSAGES: list[Message] = [
         "life", 7, (TensorLayout("a.weight", (2, 3), "float32"), TensorLayout("s", (), "bfloat16"))
     ),
     Boundary(1, "life", 0, 5, 640, 5, 2.5, 0.25, 0.0),
-    Boundary(1, "life", 0, 5, 640, 5, None, 1, 0),
+    Boundary(1, "life", 0, 5, 640, 5, None, 1, 0, (0.5, 0.75), {"forward": 0.25}, 2),
+    Follow(3),
+    Buffers(6),
     Applied(0, 3, 1),
     Evaluation(3, 1.75),
-    Welcome((FRAGMENT, FRAGMENT), (0, 1), -1, 0, 5, 0, 0, 4, True),
+    Welcome((FRAGMENT, FRAGMENT), (0, 1), -1, 0, 5, 0, 0, 4, 1, True, 10, 100, 0.1),
     Apply(1, 0, 3, "anchor", 1, 10, 0, 2560, 4, False, False),
     GoOn(1, 10, 0),
     Refused("ä \n newline"),
@@ -68,7 +72,7 @@ def test_bad_input_is_a_value_error_of_one_line(line: bytes, said: str) -> None:
 
 
 def test_a_reference_must_be_one_of_three() -> None:
-    line = encode(MESSAGES[6]).replace(b'"anchor"', b'"moon"')
+    line = encode(next(m for m in MESSAGES if isinstance(m, Apply))).replace(b'"anchor"', b'"moon"')
     with pytest.raises(ValueError, match="Apply: ref: "):
         decode(line)
 
