@@ -15,8 +15,9 @@ import numpy as np
 
 from outer_optimizer.codec import Codec
 from outer_optimizer.pseudo_gradient import pseudo_gradient, squared_norm
+from outer_optimizer.rounding import round_to_bf16
 from outer_optimizer.transform import FloatArray
-from protocol.layout import Fragment
+from protocol.layout import Cell, Fragment
 from protocol.merkle import DIGEST_BYTES, digest, leaf, root
 from protocol.messages import Digest
 
@@ -59,6 +60,9 @@ def make_contribution(
 ) -> Contribution:
     """`anchor` as handed out to the trainer, `local` as it wrote it; counts = (tokens, steps).
 
+    A tensor narrower than fp32 was handed out rounded, and rounding is not training: the difference is
+    taken to the rounded anchor.
+
     Raises NonFinite if the difference is not finite.
     """
     cells, contents = [], []
@@ -66,7 +70,7 @@ def make_contribution(
     for cell in fragment.cells:
         at = slice(cell.start, cell.start + cell.values)
         delta = np.empty(cell.values, np.float32)
-        pseudo_gradient(anchor[at], local[at], delta)
+        pseudo_gradient(_as_handed_out(anchor[at], cell, fragment), local[at], delta)
         encoded = codec.encode(delta, cell.lengths)
         codec.decode(encoded, cell.lengths, delta)
         start = 0
@@ -76,3 +80,15 @@ def make_contribution(
         cells.append(encoded)
         contents.append(leaf_content(encoded, squared_norm(delta)))
     return Contribution(number, tuple(cells), tuple(contents), tuple(norms), *counts)
+
+
+def _as_handed_out(anchor: FloatArray, cell: Cell, fragment: Fragment) -> FloatArray:
+    narrow = {i for i, _ in cell.segments if fragment.tensors[i].dtype == "bfloat16"}
+    if not narrow:
+        return anchor
+    handed, start = anchor.copy(), 0
+    for tensor, values in cell.segments:
+        if tensor in narrow:
+            round_to_bf16(handed[start : start + values])
+        start += values
+    return handed

@@ -10,14 +10,13 @@ import numpy as np
 
 from outer_optimizer.encoding import BadEncoding, Segments, require_length
 from outer_optimizer.finite import require_finite
+from outer_optimizer.rounding import round_to_bf16
 from outer_optimizer.transform import FloatArray
 
 _WIRE = np.dtype("<u2")
 _SIGN = np.uint16(0x8000)
 _MAGNITUDE = np.uint16(0x7FFF)
 _LARGEST = np.uint16(0x7F7F)  # the largest finite magnitude; what lies above is infinity or NaN
-_BELOW_HALF = np.uint32(0x7FFF)
-_ONE = np.uint32(1)
 _DROPPED_BITS = np.uint32(16)
 
 
@@ -29,9 +28,9 @@ class Bf16:
 
     def encode(self, values: FloatArray, segments: Segments) -> bytes:
         require_finite(values, "a cell")
-        bits = values.view(np.uint32)
-        odd = (bits >> _DROPPED_BITS) & _ONE
-        upper = ((bits + _BELOW_HALF + odd) >> _DROPPED_BITS).astype(_WIRE)
+        rounded = values.copy()
+        round_to_bf16(rounded)
+        upper = (rounded.view(np.uint32) >> _DROPPED_BITS).astype(_WIRE)
         sign = upper & _SIGN
         np.minimum(upper & _MAGNITUDE, _LARGEST, out=upper)
         np.bitwise_or(upper, sign, out=upper)

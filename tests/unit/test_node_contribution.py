@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+import torch
 from blake3 import blake3
 
 from node.contribution import (
@@ -142,3 +143,17 @@ def test_no_work_at_all_is_a_contribution_of_zeros() -> None:
     made = contribution(local=values(1))
     assert made.squared_norms == (0.0,) * len(TENSORS)
     assert not decoded(made, "int8").any()
+
+
+def test_a_bf16_tensor_that_nobody_trained_contributes_zeros() -> None:
+    tensors = [
+        TensorLayout("wide", (5_000,), "float32"),
+        TensorLayout("narrow", (70, 70), "bfloat16"),
+    ]
+    fragment = build_layout(tensors, 1, 4_096, 2).fragments[0]
+    anchor = np.random.default_rng(0).standard_normal(fragment.values).astype(np.float32)
+    local = anchor.copy()
+    narrow = slice(fragment.offsets[1], fragment.offsets[1] + 4_900)
+    local[narrow] = torch.from_numpy(anchor[narrow].copy()).bfloat16().float().numpy()
+    made = make_contribution(0, fragment, codec_for("fp32"), anchor, local, (1, 1))
+    assert made.squared_norms == (0.0, 0.0)

@@ -1,0 +1,147 @@
+"""The island's own memory of its inner training: optimizer state and each rank's random state.
+
+The parameters need none: a trainer that starts takes the anchor, and the chain says how many steps it has
+done. Written by distributed checkpointing as safetensors, so a checkpoint is read on any mesh, larger or
+smaller, and holds nothing that could run code.
+
+    FOLDER/step-00000120/...     complete: it was renamed when every rank had written
+    FOLDER/writing/              in the making, or left by a crash
+
+Invariants: called on all ranks alike; what is there under its final name is complete; the last `KEPT` stay.
+A checkpoint that cannot be used costs the moments, never the run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+log = structlog.get_logger()
+
+KEPT = 2
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class InnerCheckpoint:
+    """Of one rank's `model` and its `optimizers`; `folder` is one that all ranks see."""
+
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self._folder, self._model, self._optimizers = folder, model, tuple(optimizers)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._rank = dist.get_rank() if several else 0
+        self._group: Any = dist.new_group(backend="gloo") if several else None
+
+    def save(self, steps: int) -> None:
+        """Keeps the state after `steps` inner steps of this island."""
+        writing, final = self._folder / "writing", self._folder / f"step-{steps:08d}"
+        if self._rank == 0:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+        self._meet()
+        values, _ = self._state()
+        values[f"random.{self._rank}"] = torch.get_rng_state()
+        writer = HuggingFaceStorageWriter(str(writing), save_distributed=True)
+        save_distributed(
+            values,
+            storage_writer=writer,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        if self._rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            writing.rename(final)
+            for old in self._complete()[KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self) -> int | None:
+        """Takes up the newest state that can be used; returns its steps, or None."""
+        self._meet()  # nobody looks while rank 0 of an earlier save may still rename
+        for folder in self._complete():
+            fault = self._try(folder)
+            if self._agreed(fault is None):
+                return int(folder.name.removeprefix("step-"))
+            log.warning(
+                "inner_checkpoint_unusable", folder=str(folder), reason=fault or "elsewhere"
+            )
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        return None
+
+    def _try(self, folder: Path) -> str | None:
+        """Reads into fresh tensors first; takes them up only if all is there. Returns what is wrong."""
+        values, state = self._state()
+        reader = HuggingFaceStorageReader(str(folder))
+        try:
+            there = reader.read_metadata().state_dict_metadata
+            if missing := sorted(values.keys() - there.keys()):
+                return f"it lacks {missing[0]}"
+            random = f"random.{self._rank}"
+            if random in there:
+                values[random] = torch.get_rng_state()
+            load_distributed(
+                values,
+                storage_reader=reader,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException) as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+        set_optimizer_state_dict(self._model, self._optimizers, state)
+        if random in values:
+            torch.set_rng_state(values[random])
+        return None
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(its tensors by name, the optimizer state dict that holds the same tensors)."""
+        state: dict[str, Any] = {
+            **get_optimizer_state_dict(self._model, self._optimizers),
+        }
+        return {
+            f"{key}.{parameter}": value
+            for parameter, values in state["state"].items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }, state
+
+    def _complete(self) -> list[Path]:
+        """Newest first."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(
+            (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
+            key=lambda path: int(path.name.removeprefix("step-")),
+            reverse=True,
+        )
+
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether all ranks say yes."""
+        yes = torch.tensor([int(mine)])
+        if self._group is not None:
+            dist.all_reduce(yes, dist.ReduceOp.MIN, group=self._group)
+        return bool(yes.item())
