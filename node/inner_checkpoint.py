@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,8 @@ class InnerCheckpoint:
         values, _ = self._state()
         values[f"random.{self._rank}"] = torch.get_rng_state()
         writer = HuggingFaceStorageWriter(str(writing), save_distributed=True)
-        save_distributed(
-            values,
-            storage_writer=writer,
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        with self._alone_or_together() as how:
+            save_distributed(values, storage_writer=writer, **how)
         if self._rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             writing.rename(final)
@@ -100,12 +98,8 @@ class InnerCheckpoint:
             random = f"random.{self._rank}"
             if random in there:
                 values[random] = torch.get_rng_state()
-            load_distributed(
-                values,
-                storage_reader=reader,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            with self._alone_or_together() as how:
+                load_distributed(values, storage_reader=reader, **how)
         except (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException) as error:
             return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         set_optimizer_state_dict(self._model, self._optimizers, state)
@@ -124,6 +118,13 @@ class InnerCheckpoint:
             for key, value in values.items()
             if isinstance(value, Tensor)
         }, state
+
+    @contextmanager
+    def _alone_or_together(self) -> Iterator[dict[str, Any]]:
+        """One rank alone needs no process group: the library warns of it, and of nothing else."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield {"process_group": self._group, "no_dist": self._group is None}
 
     def _complete(self) -> list[Path]:
         """Newest first."""
