@@ -25,7 +25,7 @@ setup: $(STAMP)
 # Skipped when neither the pins nor the project's metadata changed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $${PYTHON:-python3} -m venv $(VENV)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,bpe,dev]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,bpe,hf,dev]'
 	touch $(STAMP)
 
 proto: setup

@@ -104,6 +104,10 @@ def _simulate(
 @app.command()
 def join(
     address: Annotated[str, typer.Argument(help="host:port that `atoll run start` printed")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After --: your own training command; default: the built-in trainer."),
+    ] = None,
     name: Annotated[str, typer.Option(help="This island's name; must be unique in the run.")] = "",
     state: State = None,
     listen: Listen = "127.0.0.1:0",
@@ -119,7 +123,7 @@ def join(
         typer.Option(help="Paths or globs of the text here, in place of the spec's."),
     ] = None,
     island: Annotated[
-        Path | None, typer.Option(help="TOML file with this island's own settings, [island].")
+        Path | None, typer.Option(help="TOML file with this island's own settings.")
     ] = None,
     mesh: Annotated[
         str, typer.Option(help="How the ranks share the model, as in shard=4,tensor=2.")
@@ -145,6 +149,7 @@ def join(
         spec=spec,
         text=tuple(text or ()),
         island=_island_settings(island, mesh, threads),
+        command=tuple(command or ()),
     )
     run_to_end(join_run(site, json))
 
@@ -164,13 +169,25 @@ def run_init(
     spec: Annotated[
         Path | None, typer.Option(help="Spec to use; default: a commented one.")
     ] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(
+            help="Train this causal language model: directory, config.json or Hugging Face hub name."
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Start from this safetensors file, or directory of them; default: random weights."
+        ),
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Write the spec, the owner key and the start state."""
-    from atoll.run_init import init_run
+    from atoll.run_init import Origin, init_run
     from protocol.state_dir import write_atomically
 
-    start = init_run(directory, spec, cache_directory())
+    start = init_run(directory, spec, cache_directory(), origin=Origin(hf, weights))
     values = sum(tensor.values for tensor in start.layout)
     typer.echo(f"run {start.run_id}: {values:,} parameters, made in {directory}")
     typer.echo(f"next: atoll run start {directory}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 from node.join import join
@@ -18,7 +19,12 @@ EVERYWHERE = ("0.0.0.0", "[::]", "::")
 
 
 async def join_run(site: Site, out: Path | None) -> None:
-    """Raises ConfigError if other islands could not be told where this one is."""
+    """Raises ConfigError if the trainer cannot be started, or others could not be told where this one is."""
+    if site.command and shutil.which(site.command[0]) is None:
+        raise ConfigError(
+            f"{site.command[0]}: no such program: after -- comes the training command, "
+            "as in `atoll join ADDRESS -- python train.py`"
+        )
     if not re.fullmatch(NAME, site.name):
         raise ConfigError(f"--name {site.name!r}: letters, digits and . _ - only, 63 at most")
     if site.advertise is not None:

@@ -144,7 +144,8 @@ class Island:
             self._meet(self._edge, loss)
 
     def _meet(self, edge: Edge, loss: Tensor | float | None) -> None:
-        rank_s = time.perf_counter() - self._left_s
+        arrived_s = time.perf_counter()
+        rank_s = arrived_s - self._left_s
         self._compute_s += rank_s
         answer = edge.meet(self._boundary(edge, loss), rank_s)
         if isinstance(answer, Apply):
@@ -158,7 +159,9 @@ class Island:
             self._next_fragment = answer.next_fragment
         else:
             self.should_stop, self._next_edge_step = True, NEVER
-        self._left_s = time.perf_counter()
+        left_s = time.perf_counter()
+        self.seconds["outer"] = self.seconds.get("outer", 0.0) + left_s - arrived_s
+        self._left_s = left_s
 
     def _boundary(self, edge: Edge, loss: Tensor | float | None) -> Boundary:
         self._boundaries += 1

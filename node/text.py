@@ -2,9 +2,10 @@
 
 `data.text` holds paths and globs (`**` = any depth, `{stdlib}` = the Python library's folder); an entry
 that begins with "!" takes files out again. Files are sorted and read once each, a newline after every
-one. The stream is cached under a digest of the tokenizer and of every file's path, size and time of
-change; the builder holds a lock on the cache folder, so processes that start together build it once, and
-a reader sees a whole cache file or none.
+one. A tokenizer is a tokenizer.json, trained by `train_bpe` or a model's own; it may put its marks around
+a file, but never cuts or pads one. The stream is cached under a digest of the tokenizer and of every
+file's path, size and time of change; the builder holds a lock on the cache folder, so processes that
+start together build it once, and a reader sees a whole cache file or none.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from protocol.spec import Data, RunSpec
 
 CACHE_VERSION = 1
 SEPARATOR = b"\n"
+EXTRAS = {"bpe": "bpe", "model": "hf"}  # data.tokenizer -> the extra with its library
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Encode = Callable[[bytes], npt.ArrayLike]
@@ -42,7 +44,7 @@ def load_tokens(data: Data, vocab_size: int, tokenizer_path: str | None, cache_d
 
     Raises:
         TextError: no file, an unreadable one, or no text at all.
-        ConfigError: the tokenizer is missing or has more tokens than `vocab_size`.
+        ConfigError: the tokenizer is missing, none, or has more tokens than `vocab_size`.
     """
     files = expand(data.text)
     tokenizer_path = tokenizer_path if data.tokenizer != "bytes" else None
@@ -51,7 +53,7 @@ def load_tokens(data: Data, vocab_size: int, tokenizer_path: str | None, cache_d
     path = cache_dir / f"tokens-{_key(files, vocab_size, tokenizer_path)}.{dtype.name}"
     with _locked(cache_dir):
         if not path.exists():
-            _build(path, files, dtype, _encoder(vocab_size, tokenizer_path))
+            _build(path, files, dtype, _encoder(data, vocab_size, tokenizer_path))
     return np.memmap(path, dtype, mode="r")
 
 
@@ -100,7 +102,7 @@ def expand(text: Sequence[str]) -> list[str]:
 
 def train_bpe(paths: Sequence[str], vocab_size: int, out_path: Path) -> None:
     """Trains a byte-level BPE tokenizer on the files and writes it as a JSON file."""
-    library = _tokenizers()
+    library = _tokenizers("bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -116,26 +118,41 @@ def train_bpe(paths: Sequence[str], vocab_size: int, out_path: Path) -> None:
     os.replace(temporary, out_path)
 
 
-def _tokenizers() -> Any:
+def _tokenizers(kind: str) -> Any:
     try:
         import tokenizers
     except ImportError:
         raise ConfigError(
-            "data.tokenizer = \"bpe\" needs the extra: pip install 'atoll[bpe]'"
+            f"data.tokenizer = \"{kind}\" needs the extra: pip install 'atoll[{EXTRAS[kind]}]'"
         ) from None
     return tokenizers
 
 
-def _encoder(vocab_size: int, tokenizer_path: str | None) -> Encode:
+def _encoder(data: Data, vocab_size: int, tokenizer_path: str | None) -> Encode:
     if tokenizer_path is None:
-        return lambda data: np.frombuffer(data, np.uint8)
-    tokenizer = _tokenizers().Tokenizer.from_file(tokenizer_path)
-    if tokenizer.get_vocab_size() > vocab_size:
+        return lambda text: np.frombuffer(text, np.uint8)
+    tokenizer = _tokenizer(data.tokenizer, tokenizer_path)
+    needed = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if needed > vocab_size:
+        key = "model.config: its" if data.tokenizer == "model" else "model."
         raise ConfigError(
-            f"model.vocab_size = {vocab_size} is below the {tokenizer.get_vocab_size()} tokens of "
-            f"{tokenizer_path}: raise it"
+            f"{key}vocab_size = {vocab_size} is below the {needed} tokens of {tokenizer_path}: raise it"
         )
-    return lambda data: tokenizer.encode(data.decode(errors="replace")).ids
+    return lambda text: tokenizer.encode(text.decode(errors="replace")).ids
+
+
+def _tokenizer(kind: str, path: str) -> Any:
+    try:
+        tokenizer = _tokenizers(kind).Tokenizer.from_file(path)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(
+            f'data.tokenizer = "{kind}": {path} is no tokenizer.json that can be read: {error}'
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _key(files: Sequence[str], vocab_size: int, tokenizer_path: str | None) -> str:

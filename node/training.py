@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
@@ -22,6 +21,7 @@ from node.settings import Place, settings_for
 from node.site import Site
 from node.trainer_process import TrainerProcess, torchrun_command
 from protocol.errors import TrainerFailed
+from protocol.spec import OwnModel
 from protocol.state_dir import write_atomically
 
 log = structlog.get_logger()
@@ -69,11 +69,12 @@ class Training:
             "OMP_NUM_THREADS": str(site.island.threads),
             "PYTHONUNBUFFERED": "1",
         }
-        command: Sequence[str] = site.command
-        if not command:
+        if not isinstance(self._described.spec.model, OwnModel):
             write_atomically(site.trainer_settings, self._settings(mesh))
             environment["ATOLL_TRAINER_SETTINGS"] = str(site.trainer_settings)
-            command = torchrun_command(site.torchrun_logs, mesh.ranks, site.island.restarts)
+        command = site.command or torchrun_command(
+            site.torchrun_logs, mesh.ranks, site.island.restarts
+        )
         self._process = TrainerProcess(command, environment, site.trainer_log)
         await self._process.run()
 

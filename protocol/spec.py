@@ -39,7 +39,8 @@ Positive = Annotated[int, Field(ge=1, le=1 << 50)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Context = Annotated[int, Field(ge=2, le=1 << 20)]
-VocabSize = Annotated[int, Field(ge=2, le=1 << 20)]
+MAX_VOCAB = 1 << 20
+VocabSize = Annotated[int, Field(ge=2, le=MAX_VOCAB)]
 
 
 class Table(BaseModel):
@@ -94,13 +95,19 @@ class HfModel(Table):
     """
 
     recipe: Literal["hf"]
-    config: Annotated[str, Field(min_length=2, max_length=1 << 18)]
+    config: Annotated[str, Field(max_length=1 << 18)] = ""
     context: Context = 128
 
     @model_validator(mode="after")
     def _config_is_an_object(self) -> HfModel:
-        if not isinstance(self._fields().get("vocab_size"), int):
-            raise ValueError("model.config: has no vocab_size: is it a causal language model's?")
+        if not self.config:
+            raise ValueError("model.config: missing; `atoll run init --hf SOURCE` fills it in")
+        size = self._fields().get("vocab_size")
+        if type(size) is not int or not 2 <= size <= MAX_VOCAB:
+            raise ValueError(
+                f"model.config: its vocab_size must be an integer of 2 to {MAX_VOCAB} "
+                f"(it is {_shown(size)}): is it a causal language model's?"
+            )
         return self
 
     def _fields(self) -> dict[str, Any]:
@@ -123,7 +130,7 @@ class OwnModel(Table):
     recipe: Literal["own"]
 
 
-RECIPES: dict[int | str, type[Table]] = {
+RECIPES: dict[str, type[Table]] = {
     "gpt": GptModel,
     "moe": MoeModel,
     "hf": HfModel,
@@ -131,8 +138,14 @@ RECIPES: dict[int | str, type[Table]] = {
 }
 
 
-def _recipe(table: Any) -> str:
-    return str(table.get("recipe", "gpt")) if isinstance(table, Mapping) else str(table.recipe)
+def _recipe(table: Any) -> str | None:
+    """Which class `model` is of; None, which pydantic refuses, for what is no table."""
+    if isinstance(table, Table):
+        return str(getattr(table, "recipe", None))
+    if not isinstance(table, Mapping):
+        return None
+    recipe = table.get("recipe", "gpt")
+    return recipe if isinstance(recipe, str) else _shown(recipe)
 
 
 BuiltInModel = Annotated[  # what Atoll's own trainer can make
@@ -288,6 +301,11 @@ class RunSpec(Table):
                 f"target_tokens = {self.target_tokens}"
             )
         if isinstance(self.model, OwnModel):
+            if self.data.tokenizer != "bytes":
+                raise ValueError(
+                    f'data.tokenizer = "{self.data.tokenizer}" does not go with model.recipe = "own", '
+                    "whose script reads its own data: leave it out"
+                )
             return self
         if not self.data.text:
             raise ValueError("data.text: missing; name the files to train on")
@@ -305,8 +323,8 @@ class RunSpec(Table):
         """Raises ConfigError if the model is the islands' own."""
         if isinstance(self.model, OwnModel):
             raise ConfigError(
-                'model.recipe = "own": give the training command, `atoll join ... -- COMMAND`, '
-                "and the start state, `atoll run init --weights FILE`"
+                'model.recipe = "own": only your own script can make this model: give the training '
+                "command, `atoll join ADDRESS -- COMMAND`"
             )
         return self.model
 
@@ -365,21 +383,32 @@ def parse_table(model: type[T], table: Any, source: str) -> T:
 
 def _fault_lines(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
     for fault in error.errors(include_url=False):
-        key = ".".join(str(part) for part in _keys(fault["loc"]))
-        if fault["type"] == "union_tag_invalid":
-            yield f"{key}.recipe: must be one of {', '.join(RECIPES)} (it is {fault['ctx']['tag']!r})"
-        elif fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(
-                str(fault["loc"][-1]), _names(model, fault["loc"][:-1]), 1, _LIKENESS
-            )
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            yield f"{key}: unknown key{hint}"
-        elif fault["type"] == "missing":
-            yield f"{key}: missing; add it"
-        elif fault["type"] == "value_error":
-            yield str(fault["ctx"]["error"])
-        else:
-            yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {_shown(fault['input'])})"
+        path = fault["loc"]
+        key = ".".join(str(part) for part in _keys(path))
+        match fault["type"]:
+            case "union_tag_invalid":
+                choices = fault["ctx"]["expected_tags"].replace("'", "")
+                yield f"{key}.recipe: must be one of {choices} (it is {_shown(fault['ctx']['tag'])})"
+            case "union_tag_not_found":
+                yield f"{key}: input should be a table (it is {_shown(fault['input'])})"
+            case "extra_forbidden":
+                yield f"{key}: unknown key{_hint(model, path[:-1], str(path[-1]))}"
+            case "missing":
+                yield f"{key}: missing; add it"
+            case "value_error":
+                yield str(fault["ctx"]["error"])
+            case _:
+                yield f"{key}: {fault['msg'][0].lower()}{fault['msg'][1:]} (it is {_shown(fault['input'])})"
+
+
+def _hint(model: type[BaseModel], path: tuple[int | str, ...], key: str) -> str:
+    """What may have been meant by an unknown key of the table at `path`."""
+    if path[:1] == ("model",):
+        for recipe, other in RECIPES.items():
+            if key in other.model_fields:
+                return f'; it belongs to model.recipe = "{recipe}"'
+    near = difflib.get_close_matches(key, _names(model, path), 1, _LIKENESS)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _keys(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -402,7 +431,7 @@ def _names(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
         if isinstance(part, int):
             continue
         if issubclass(model, tuple(RECIPES.values())) and part in RECIPES:
-            model = RECIPES[part]
+            model = RECIPES[part]  # pydantic names the recipe, the file does not
             continue
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         model = next(iter(_models_in(annotation)), model)
@@ -420,7 +449,7 @@ def spec_differences(mine: RunSpec, theirs: RunSpec) -> list[str]:
     """Lines `key: mine here, theirs in the run`, for a node whose spec is not the run's."""
     a, b = _flat(mine.model_dump(mode="json")), _flat(theirs.model_dump(mode="json"))
     return [
-        f"{key} is {a.get(key)!r} here and {b.get(key)!r} in the run"
+        f"{key} is {_shown(a.get(key))} here and {_shown(b.get(key))} in the run"
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key)
     ]

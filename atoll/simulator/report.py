@@ -84,17 +84,58 @@ def _of(events: list[Event], kind: str) -> list[Event]:
 def _island(name: str, events: list[Event]) -> Event:
     boundaries, commits = _of(events, "boundary"), _of(events, "commit")
     last = (_of(events, "ended") or commits or [{}])[-1]
-    totals = boundaries[-1] if boundaries else {}
+    lives = _lives(events)
+    ends = [life[-1] for life in lives if life]
+    tokens = sum(end["tokens"] for end in ends)
+    compute_s, wait_s = (round(sum(e[key] for e in ends), 4) for key in ("compute_s", "wait_s"))
+    trainer = (_of(events, "trainer") or [{}])[-1]
     return {
         "name": name,
-        "tokens": totals.get("tokens", 0),
-        "inner_steps": totals.get("step", 0),
+        "ranks": trainer.get("ranks", 0),
+        "tokens": tokens,
+        "inner_steps": boundaries[-1]["step"] if boundaries else 0,
         "rounds": sum(e["listed"] for e in commits),
         "sent_bytes": last.get("sent_bytes", 0),
         "received_bytes": last.get("received_bytes", 0),
-        "compute_s": totals.get("compute_s", 0.0),
-        "wait_s": totals.get("wait_s", 0.0),
+        "compute_s": compute_s,
+        "wait_s": wait_s,
+        "tokens_per_s": round(tokens / (compute_s + wait_s), 1) if ends else None,
+        "mfu": _mfu(trainer, tokens, compute_s + wait_s),
+        "seconds": _seconds(ends),
+        "rank_skew": _rank_skew(boundaries),
+        "skipped_steps": sum(end["skipped"] for end in ends),
+        "trainer_starts": len(lives),
     }
+
+
+def _lives(events: list[Event]) -> list[list[Event]]:
+    """The boundaries of each trainer this island has had."""
+    lives: list[list[Event]] = []
+    for e in events:
+        if e["event"] == "trainer":
+            lives.append([])
+        elif e["event"] == "boundary" and lives:
+            lives[-1].append(e)
+    return lives
+
+
+def _mfu(trainer: Event, tokens: int, wall_s: float) -> float | None:
+    """Model FLOPs per second over the peak of all ranks; None where the peak is not known."""
+    peak = trainer.get("peak_flops")
+    if not peak or not wall_s:
+        return None
+    return float(round(tokens * trainer["flops_per_token"] / wall_s / peak, 4))
+
+
+def _seconds(ends: list[Event]) -> dict[str, float]:
+    parts = sorted({part for end in ends for part in end["seconds"]})
+    return {part: round(sum(e["seconds"].get(part, 0.0) for e in ends), 3) for part in parts}
+
+
+def _rank_skew(boundaries: list[Event]) -> float | None:
+    """Mean over edges of the slowest rank's time since the last edge over the fastest's."""
+    ratios = [max(s) / min(s) for e in boundaries if len(s := e["rank_s"]) > 1 and min(s) > 0]
+    return round(sum(ratios) / len(ratios), 3) if ratios else None
 
 
 def _curve(islands: dict[str, list[Event]]) -> list[list[float]]:

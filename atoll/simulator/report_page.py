@@ -55,7 +55,7 @@ def _number(value: float | None) -> str:
 
 def _islands(report: dict[str, Any]) -> str:
     keys = ["name", "tokens", "inner_steps", "rounds", "sent_bytes", "received_bytes"]
-    keys += ["compute_s", "wait_s"]
+    keys += ["compute_s", "wait_s", "tokens_per_s", "mfu"]
     head = "".join(f"<th>{key.replace('_', ' ')}</th>" for key in keys)
     rows = "".join(
         "<tr>" + "".join(f"<td>{_cell(row[key])}</td>" for key in keys) + "</tr>"
@@ -65,6 +65,8 @@ def _islands(report: dict[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     return html.escape(f"{value:,}" if isinstance(value, int | float) else str(value))
 
 
