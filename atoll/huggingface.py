@@ -7,33 +7,27 @@ The run, not the Trainer, says when training ends: let `max_steps` be more than 
 the Trainer trains as it always did.
 
 Invariants: one optimizer step is one step of the island, however many batches are accumulated; a step that
-the gradient scaler skips is none, nor are its tokens counted.
+the gradient scaler skips is none, and its tokens do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll.framework import leave_anchor, require
+from atoll.framework import SkipWatch, leave_anchor
 from node.attach import Island, attach
 from protocol.errors import ConfigError
 
-require("transformers", "atoll.huggingface")
-require("accelerate", "atoll.huggingface")
-
-from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-from transformers import (  # noqa: E402
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ConfigError(
+        f"atoll.huggingface needs transformers: {error}: pip install transformers accelerate"
+    ) from None
 
 
 class AtollCallback(TrainerCallback):
@@ -45,12 +39,11 @@ class AtollCallback(TrainerCallback):
     Args:
         tokens_per_step: what one optimizer step trains on, all ranks of the island together. Left out, the
             Trainer's own count is taken (`include_num_input_tokens_seen`, set to "all" if it is off), at
-            the cost of one small gather per batch. Where ranks share a batch (tensor or context parallel)
-            it must be given, for there the Trainer counts each token several times.
+            the cost of one small gather per batch.
         evaluate: the metric, as in "eval_loss", that is reported when the run asks for the held-out loss:
-            the Trainer then evaluates its `eval_dataset` on the anchor. Left out, such requests are ignored.
-        use_run_schedule: the learning rate is the optimizer's times `island.lr_factor`, in place of the
-            Trainer's schedule. Only while attached.
+            the Trainer then evaluates its `eval_dataset` on the anchor. Left out, the run gets none.
+        use_run_schedule: the learning rate is the optimizer's own times `island.lr_factor`, in place of the
+            Trainer's schedule; only while attached.
 
     Attributes:
         island: not attached until training begins.
@@ -67,68 +60,93 @@ class AtollCallback(TrainerCallback):
         self._tokens_per_step, self._metric = tokens_per_step, evaluate
         self._use_run_schedule = use_run_schedule
         self._tokens_seen = 0
+        self._watch = SkipWatch(None)
         self._loss: float | None = None
-        self._anchor = ExitStack()
+        self._at_anchor = ExitStack()
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self.island = attach(model, _unwrapped(optimizer))
+        optimizer = kwargs["optimizer"]
+        self.island = attach(kwargs["model"], getattr(optimizer, "optimizer", optimizer))
         if not self.island.attached:
             return
         if self._tokens_per_step is None:
-            _let_it_count(args, model)
+            _let_it_count(args, kwargs["model"])
         if self._use_run_schedule:
-            _follow_run(kwargs["lr_scheduler"], self.island)
+            _follow_run(self.island, kwargs["lr_scheduler"])
         self._tokens_seen = state.num_input_tokens_seen
+        self._watch = SkipWatch(getattr(optimizer, "scaler", None))
 
-    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        self._anchor.close()
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._at_anchor.close()
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Called after skipped steps too, with the same `global_step`s: only the optimizer knows."""
+        if not self.island.attached:
+            return
         tokens = self._tokens_per_step or state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
-        if getattr(kwargs["optimizer"], "step_was_skipped", False):
+        if self._watch.skipped():  # the Trainer's `global_step` counts it
             self.island.skipped += 1
             return
-        if self.island.attached and tokens <= 0:
+        if not tokens:
             raise ConfigError(
-                "the Trainer has counted no tokens in the batches of this step: "
-                "give AtollCallback(tokens_per_step=...)"
+                "the Trainer finds no tokens in its batches: give AtollCallback(tokens_per_step=...)"
             )
         self.island.step(tokens=tokens, loss=self._loss)
         if self.island.evaluate_now and self._metric is not None:
-            self._anchor.enter_context(self.island.anchor())
+            self._at_anchor.enter_context(self.island.anchor())
             control.should_evaluate = True
         if self.island.should_stop:
             control.should_training_stop = True
 
-    def on_log(self, *_: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        self._loss = logs.get("loss", self._loss)
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._loss = kwargs["logs"].get("loss", self._loss)
 
-    def on_evaluate(self, *_: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
-        if self.island.evaluate_now and self._metric in metrics:
-            self.island.report_evaluation(metrics[self._metric])
-            self._anchor.close()
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        loss = kwargs["metrics"].get(self._metric)
+        if self.island.evaluate_now and loss is not None:
+            self.island.report_evaluation(loss)
+            self._at_anchor.close()
 
-    def on_train_end(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
-        self._anchor.close()
-        leave_anchor(self.island, model)
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._at_anchor.close()
+        leave_anchor(self.island, kwargs["model"])
 
 
-def _unwrapped(optimizer: Optimizer) -> Optimizer:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+def _let_it_count(args: TrainingArguments, model: nn.Module) -> None:
+    """Raises ConfigError where several ranks share a batch, for each would count its tokens."""
+    axes = getattr(args, "parallelism_config", None)
+    sharing = (getattr(model, "_tp_size", None) or 1) > 1 or any(
+        getattr(axes, size, 1) > 1 for size in ("tp_size", "cp_size", "sp_size")
+    )
+    if sharing:
+        raise ConfigError(
+            "tensor or context parallel ranks share a batch, and the Trainer counts its tokens for "
+            "each: give AtollCallback(tokens_per_step=...)"
+        )
+    if args.include_num_input_tokens_seen == "no":
+        args.include_num_input_tokens_seen = "all"
+
+
+def _follow_run(island: Island, scheduler: Any) -> None:
+    """Raises ConfigError for a schedule that is not a function of the step alone."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # out of accelerate's wrapper
+    if not isinstance(scheduler, LambdaLR):
+        raise ConfigError(
+            f"use_run_schedule does not go with {type(scheduler).__name__}: "
+            'take lr_scheduler_type="constant"'
+        )
+    scheduler.lr_lambdas = [lambda _: island.lr_factor for _ in scheduler.lr_lambdas]
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
+        group["lr"] = lr * island.lr_factor  # of the first step

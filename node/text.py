@@ -134,7 +134,7 @@ def _encoder(data: Data, vocab_size: int, tokenizer_path: str | None) -> Encode:
     tokenizer = _tokenizer(data.tokenizer, tokenizer_path)
     needed = max(tokenizer.get_vocab().values(), default=-1) + 1
     if needed > vocab_size:
-        key = "model.config: its" if data.tokenizer == "model" else "model."
+        key = "model.config: its " if data.tokenizer == "model" else "model."
         raise ConfigError(
             f"{key}vocab_size = {vocab_size} is below the {needed} tokens of {tokenizer_path}: raise it"
         )

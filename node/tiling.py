@@ -8,8 +8,7 @@ tensor. Pure: from what all ranks hold, every rank computes the same answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from protocol.errors import ConfigError
@@ -41,7 +40,7 @@ def whole(shape: Shape) -> Box:
 def writers(held: Sequence[Mapping[str, Box]], shapes: Mapping[str, Shape]) -> list[set[str]]:
     """Per rank, the tensors whose piece it writes; `held[r]` is what rank r holds.
 
-    Raises ConfigError, naming the tensor, if the pieces overlap or leave a hole.
+    Raises ConfigError, naming the tensor, if the pieces overlap, leave a hole or lie outside.
     """
     mine: list[set[str]] = [set() for _ in held]
     for name, shape in shapes.items():
@@ -61,7 +60,10 @@ def _first_holders(name: str, held: Sequence[Mapping[str, Box]]) -> dict[Box, in
 
 
 def _check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    for a, b in combinations(boxes, 2):
+    for box in boxes:
+        if any(a + n > size for a, n, size in zip(*box, shape, strict=True)):
+            raise ConfigError(f"{name}: a rank holds {box}, which is not inside {list(shape)}")
+    for a, b in _neighbours(boxes):
         if a.meets(b):
             raise ConfigError(
                 f"{name}: two ranks hold pieces that overlap, {a} and {b}: this wrapper is not supported"
@@ -71,3 +73,17 @@ def _check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
         raise ConfigError(
             f"{name}: the ranks hold {held} of its {wanted} values: attach every part of the model"
         )
+
+
+def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """All pairs that can meet: in the dim that is cut most often, one begins before the other ends."""
+    if len(boxes) < 2:
+        return
+    dims = range(len(boxes[0].shape))
+    dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box.offset[dim])
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if b.offset[dim] >= a.offset[dim] + a.shape[dim]:
+                break
+            yield a, b

@@ -88,7 +88,7 @@ def _files(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise ConfigError(f"{source}: no such file or directory")
+        raise ConfigError(f"--weights {source}: no such file or directory")
     index = _index(source)
     files = sorted(source / name for name in set(index.values())) or sorted(
         source.glob("*.safetensors")

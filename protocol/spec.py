@@ -312,8 +312,9 @@ class RunSpec(Table):
         if self.data.tokenizer == "model" and not isinstance(self.model, HfModel):
             raise ValueError('data.tokenizer = "model" belongs to model.recipe = "hf"')
         if self.data.tokenizer == "bytes" and self.model.vocab_size < BYTE_VALUES:
+            key = "model.config: its " if isinstance(self.model, HfModel) else "model."
             raise ValueError(
-                f"model.vocab_size = {self.model.vocab_size} must be at least {BYTE_VALUES} "
+                f"{key}vocab_size = {self.model.vocab_size} must be at least {BYTE_VALUES} "
                 f'with data.tokenizer = "bytes"'
             )
         return self

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
 
 from atoll.__main__ import main
+from node.site import Site
 from protocol.errors import (
     AddressInUse,
     AtollError,
@@ -25,7 +27,7 @@ from protocol.errors import (
 from protocol.identity import load_or_create
 from protocol.layout import TensorLayout
 from protocol.messages import Start
-from protocol.run_files import RunDirectory
+from protocol.run_files import RunDirectory, load_run
 from protocol.spec import load_spec
 from protocol.state_dir import locked
 from protocol.wire import encode_signed, encode_start
@@ -73,9 +75,9 @@ def write_spec(folder: Path, old: str = "", new: str = "") -> Path:
     text = folder / "text.txt"
     text.write_text("all the world's a stage " * 500)
     path = folder / "spec.toml"
-    spec = SPEC.replace("TEXT", str(text))
-    assert old in spec
-    path.write_text(spec.replace(old, new) if old else spec)
+    assert old in SPEC
+    spec = SPEC.replace(old, new) if old else SPEC
+    path.write_text(spec.replace("TEXT", str(text)))
     return path
 
 
@@ -86,13 +88,21 @@ def one_line(err: str) -> str:
     return lines[0]
 
 
-def made_run(folder: Path) -> Path:
-    """A run directory without torch: the start state is a handful of zeros."""
-    import numpy as np
+GPT_TABLE = """[model]
+width = 16
+depth = 1
+heads = 2
+context = 16
+"""
+OWN_TABLE = '[model]\nrecipe = "own"\n'
 
+
+def made_run(folder: Path, own: bool = False) -> Path:
+    """A run directory without torch: the start state is a handful of zeros."""
     files = RunDirectory(folder / "run")
     files.path.mkdir()
-    files.spec.write_text(write_spec(folder).read_text())
+    spec_file = write_spec(folder, GPT_TABLE, OWN_TABLE) if own else write_spec(folder)
+    files.spec.write_text(spec_file.read_text())
     spec = load_spec(files.spec)
     save_file({"w": np.zeros(4, np.float32)}, files.start_state)
     layout = (TensorLayout("w", (4,), "float32"),)
@@ -128,6 +138,19 @@ def made_run(folder: Path) -> Path:
             "sync.quorum = 2 is more than",
         ),
         ("[model]", "[model", "not valid TOML"),
+        ("[model]", '[model]\nrecipe = "gtp"', "model.recipe: must be one of gpt, moe, hf, own"),
+        (
+            "width = 16",
+            "experts = 4",
+            'model.experts: unknown key; it belongs to model.recipe = "moe"',
+        ),
+        ("text = [", "txt = [", "data.txt: unknown key; did you mean 'text'?"),
+        ('text = ["TEXT"]', "", "data.text: missing; name the files to train on"),
+        (
+            '["TEXT"]',
+            '["TEXT"]\ntokenizer = "model"',
+            'data.tokenizer = "model" belongs to model.recipe = "hf"',
+        ),
     ],
 )
 def test_a_wrong_spec_names_the_key(
@@ -154,6 +177,207 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(cli: Cli, tmp_path: Pat
     assert code == ConfigError.exit_code
     assert "already holds a run" in one_line(err)
     assert (directory / "start.signed").read_bytes() == before
+
+
+# --- weights and models of others --------------------------------------------------------------
+
+
+def weights_file(folder: Path, **tensors: object) -> Path:
+    save_file({name: np.asarray(values) for name, values in tensors.items()}, folder / "w.st")
+    return folder / "w.st"
+
+
+def test_an_own_model_without_weights_says_where_to_get_them(cli: Cli, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, GPT_TABLE, OWN_TABLE)
+    code, err = cli("run", "init", "run", "--spec", str(spec))
+    assert code == ConfigError.exit_code
+    assert "atoll.save_start(model, FILE) and give it as --weights FILE" in one_line(err)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.ones(3), "w is F64: parameters of a run are F32 or BF16"),
+        (np.ones(3, np.int64), "w is I64: parameters of a run are F32 or BF16"),
+        (np.array([1, np.nan], np.float32), "w holds values that are not finite"),
+    ],
+)
+def test_own_weights_that_cannot_be_trained_are_refused_by_name(
+    cli: Cli, tmp_path: Path, values: np.ndarray, said: str
+) -> None:
+    spec, weights = write_spec(tmp_path, GPT_TABLE, OWN_TABLE), weights_file(tmp_path, w=values)
+    code, err = cli("run", "init", "run", "--spec", str(spec), "--weights", str(weights))
+    assert code == ConfigError.exit_code
+    assert said in one_line(err)
+    assert str(weights) in one_line(err)
+    assert not (tmp_path / "run" / "start.signed").exists()
+
+
+def test_an_own_model_needs_no_torch_and_no_text(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.torch_extra.find_spec", lambda name: None)
+    spec = tmp_path / "own.toml"
+    spec.write_text(f'name = "own"\ntarget_tokens = 10\n{OWN_TABLE}')
+    weights = weights_file(tmp_path, w=np.ones((2, 3), np.float32))
+    code, _ = cli("run", "init", "run", "--spec", str(spec), "--weights", str(weights))
+    assert code == 0
+    run = load_run(tmp_path / "run")
+    assert run.start.layout == (TensorLayout("w", (2, 3), "float32"),)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "owner.key",
+        "run.toml",
+        "start.safetensors",
+        "start.signed",
+    ]
+
+
+def test_weights_of_another_model_name_the_first_parameter_that_differs(
+    cli: Cli, tmp_path: Path
+) -> None:
+    spec = write_spec(tmp_path)
+    weights = weights_file(tmp_path, wte=np.ones((2, 3), np.float32))
+    code, err = cli("run", "init", "run", "--spec", str(spec), "--weights", str(weights))
+    assert code == ConfigError.exit_code
+    assert one_line(err).endswith(
+        f"--weights {weights}: parameter 0: they have wte [2, 3] float32, "
+        "the model has embedding.weight [256, 16] float32"
+    )
+
+
+def test_weights_that_are_not_there_are_named(cli: Cli, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    code, err = cli("run", "init", "run", "--spec", str(spec), "--weights", "nothing")
+    assert code == ConfigError.exit_code
+    assert "--weights nothing: no such file or directory" in one_line(err)
+
+
+HF_TABLE = '[model]\nrecipe = "hf"\n'
+
+
+def hf_source(folder: Path, config: str = '{"vocab_size": 300}') -> Path:
+    source = folder / "model"
+    source.mkdir()
+    (source / "config.json").write_text(config)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("table", "config", "said"),
+    [
+        (HF_TABLE, "{", "config.json is not valid JSON"),
+        (HF_TABLE, "{}", "model.config: its vocab_size must be an integer"),
+        (HF_TABLE, '{"vocab_size": 16}', "model.config: its vocab_size = 16 must be at least 256"),
+        (HF_TABLE + "contxt = 8\n", None, "model.contxt: unknown key; did you mean 'context'?"),
+        ('[model]\nrecipe = "gpt"\n', None, 'model.recipe = "gpt" is not what --hf makes'),
+        (GPT_TABLE, None, 'model.width: unknown key; it belongs to model.recipe = "gpt"'),
+    ],
+)
+def test_a_model_that_does_not_fit_the_spec_is_refused_before_anything_is_made(
+    cli: Cli, tmp_path: Path, table: str, config: str | None, said: str
+) -> None:
+    spec = write_spec(tmp_path, GPT_TABLE, table)
+    source = hf_source(tmp_path, config or '{"vocab_size": 300}')
+    code, err = cli("run", "init", "run", "--spec", str(spec), "--hf", str(source))
+    assert code == ConfigError.exit_code
+    assert said in err
+    assert "Traceback" not in err
+    assert all(str(tmp_path) in line for line in err.splitlines() if line.startswith("error: "))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_that_is_nowhere_is_named(cli: Cli) -> None:
+    code, err = cli("run", "init", "run", "--hf", "/no/such/model")
+    assert code == ConfigError.exit_code
+    assert "--hf /no/such/model: no such file or directory" in one_line(err)
+
+
+def test_a_spec_that_waits_for_its_config_names_the_option(cli: Cli, tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, GPT_TABLE, HF_TABLE)
+    code, err = cli("run", "init", "run", "--spec", str(spec))
+    assert code == ConfigError.exit_code
+    assert "model.config: missing; `atoll run init --hf SOURCE` fills it in" in one_line(err)
+
+
+def test_a_models_tokenizer_that_is_missing_is_asked_for(cli: Cli, tmp_path: Path) -> None:
+    table = HF_TABLE + "config = '{\"vocab_size\": 300}'\n" + '[data]\ntokenizer = "model"\n'
+    spec = write_spec(tmp_path, GPT_TABLE + "[data]\n", table)
+    code, err = cli("run", "init", "run", "--spec", str(spec))
+    assert code == ConfigError.exit_code
+    assert 'data.tokenizer = "model": its tokenizer is missing: give --hf SOURCE' in one_line(err)
+    code, err = cli("run", "init", "run", "--hf", str(hf_source(tmp_path)))
+    assert code == ConfigError.exit_code
+    assert "has no tokenizer.json" in one_line(err)
+
+
+def test_a_tokenizer_too_large_to_hand_out_is_refused(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.run_init.MAX_TOKENIZER_BYTES", 10)
+    table = HF_TABLE + '[data]\ntokenizer = "model"\n'
+    spec, source = write_spec(tmp_path, GPT_TABLE + "[data]\n", table), hf_source(tmp_path)
+    (source / "tokenizer.json").write_text('{"model": {"type": "WordLevel"}}')
+    code, err = cli("run", "init", "run", "--spec", str(spec), "--hf", str(source))
+    assert code == ConfigError.exit_code
+    assert "larger than the 10 bytes that a run hands out" in one_line(err)
+
+
+# --- start and join ----------------------------------------------------------------------------
+
+
+def test_a_training_command_that_does_not_exist_is_named_before_anything_is_made(
+    cli: Cli, tmp_path: Path
+) -> None:
+    code, err = cli("join", "127.0.0.1:1", "--name", "a", "--", "no-such-program", "--lr", "3")
+    assert code == ConfigError.exit_code
+    assert "no-such-program: no such program" in one_line(err)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_training_command_is_taken_as_it_stands(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    async def join_run(site: Site, json: Path | None) -> None:
+        seen.append((site.name, site.command))
+
+    monkeypatch.setattr("atoll.join_run.join_run", join_run)
+    words = ("python", "train.py", "--name", "b", "--", "-x")
+    cli("join", "127.0.0.1:1", "--name", "a", "--", *words)
+    cli("join", "127.0.0.1:1", "--name", "a")
+    assert seen == [("a", words), ("a", ())]
+
+
+@pytest.mark.parametrize("coordinator", ["own"], indirect=True)
+def test_joining_an_own_model_without_a_command_says_how(cli: Cli, coordinator: str) -> None:
+    code, err = cli("join", coordinator, "--name", "a")
+    assert code == ConfigError.exit_code
+    assert 'model.recipe = "own"' in one_line(err)
+    assert "`atoll join ADDRESS -- COMMAND`" in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mesh", "shards=2"), "--mesh 'shards=2': 'shards=2' is not AXIS=SIZE; the axes are"),
+        (("--mesh", "shard=0"), "--mesh 'shard=0': every size is 1 to 4096"),
+        (("--mesh", "shard=2,shard=2"), "shard stands there twice"),
+        (("--island", "none.toml"), "none.toml: cannot be read: No such file"),
+        (
+            ("--island", "island.toml"),
+            "island.toml: island.compue: unknown key; did you mean 'compute'?",
+        ),
+    ],
+)
+def test_a_wrong_setting_of_the_island_is_one_line(
+    cli: Cli, tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "island.toml").write_text('[island]\ncompue = "bf16"\n')
+    code, err = cli("join", "127.0.0.1:1", *options)
+    assert code == ConfigError.exit_code
+    assert said in one_line(err)
 
 
 def test_starting_what_was_never_made_names_the_command_that_makes_it(
@@ -211,9 +435,9 @@ def test_joining_where_nobody_listens_says_so(cli: Cli) -> None:
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[str]:
-    """A real coordinator process; yields its address."""
-    directory = made_run(tmp_path)
+def coordinator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A real coordinator process, of an own model if so parametrized; yields its address."""
+    directory = made_run(tmp_path, own=getattr(request, "param", "") == "own")
     process = subprocess.Popen(
         [
             sys.executable,

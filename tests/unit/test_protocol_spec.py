@@ -112,11 +112,19 @@ def test_an_unknown_key_comes_with_the_nearest_right_one() -> None:
 
 
 def test_a_missing_key_is_named() -> None:
-    assert faults({"name": "tiny", "target_tokens": 1}) == ["data: missing; add it"]
+    assert faults({"name": "tiny", "data": {"text": ["a.txt"]}}) == [
+        "target_tokens: missing; add it"
+    ]
+
+
+@pytest.mark.parametrize("data", [{}, {"data": {}}, {"data": {"text": []}}])
+def test_a_built_in_recipe_without_text_is_told_to_name_it(data: dict[str, Any]) -> None:
+    lines = faults({"name": "tiny", "target_tokens": 1} | data)
+    assert lines == ["data.text: missing; name the files to train on"]
 
 
 def test_every_fault_has_a_line_of_its_own() -> None:
-    lines = faults({"name": "-", "outer": {"lr": 0, "nope": 1}, "data": {"text": []}})
+    lines = faults({"name": "-", "outer": {"lr": 0, "nope": 1}, "data": {"text": "a.txt"}})
     assert {line.split(":")[0] for line in lines} == {
         "name",
         "target_tokens",
@@ -130,7 +138,14 @@ def test_every_fault_has_a_line_of_its_own() -> None:
     ("tables", "key"),
     [
         ({"outer": {"inner_steps": 0}}, "outer.inner_steps"),
-        ({"data": {"text": []}}, "data.text"),
+        ({"data": {"text": [1]}}, "data.text.0"),
+        ({"data": {"text": ["a"] * 1_001}}, "data.text"),
+        ({"model": {"recipe": "moe", "experts": 1}}, "model.experts"),
+        ({"inner": {"optimizer": "lion"}}, "inner.optimizer"),
+        (
+            {"inner": {"batch_ramp": [{"until_tokens": 0, "batch_size": 1}]}},
+            "inner.batch_ramp.0.until_tokens",
+        ),
         ({"target_tokens": 0}, "target_tokens"),
         ({"schema_version": 2}, "schema_version"),
         ({"name": "a b"}, "name"),
@@ -257,6 +272,131 @@ def test_what_is_no_table_is_one_fault(table: Any) -> None:
     assert "dictionary" in line
 
 
+# --- recipes -----------------------------------------------------------------------------------
+
+HF = {"recipe": "hf", "config": '{"vocab_size": 300, "n": "it\'s \u00e9"}', "context": 64}
+RECIPE_TABLES: list[dict[str, Any]] = [
+    {},
+    {"recipe": "gpt", "width": 64},
+    {"recipe": "moe", "experts": 4, "balance": 0.0},
+    HF,
+    {"recipe": "own"},
+]
+
+
+@pytest.mark.parametrize("model", RECIPE_TABLES)
+def test_canonical_json_comes_back_equal_for_every_recipe(model: dict[str, Any]) -> None:
+    mine = spec(model=model)
+    again = spec_from_json(mine.canonical_json(), "the run")
+    assert again == mine
+    assert type(again.model) is type(mine.model)
+    assert again.digest() == mine.digest()
+
+
+def test_every_recipe_has_a_digest_of_its_own() -> None:
+    digests = {
+        spec(model={"recipe": recipe} | more).digest()
+        for recipe, more in [("gpt", {}), ("moe", {}), ("hf", HF), ("own", {})]
+    }
+    assert len(digests) == 4
+
+
+def test_a_recipe_that_does_not_exist_is_one_line_with_the_choices() -> None:
+    line = fault(model={"recipe": "gtp", "width": 64})
+    assert line == "model.recipe: must be one of gpt, moe, hf, own (it is 'gtp')"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [7, ["gpt"], None, 10**5_000, "x" * 100_000],
+    ids=["int", "list", "none", "huge", "long"],
+)
+def test_a_recipe_of_any_kind_is_one_line(recipe: Any) -> None:
+    line = fault(model={"recipe": recipe})
+    assert line.startswith("model.recipe: must be one of gpt, moe, hf, own (it is ")
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize("model", ["gpt", [], None, 3])
+def test_a_model_that_is_no_table_is_one_line(model: Any) -> None:
+    assert fault(model=model).startswith("model: input should be a table (it is ")
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ({"widht": 64}, "model.widht: unknown key; did you mean 'width'?"),
+        (
+            {"recipe": "moe", "expert": 4},
+            "model.expert: unknown key; did you mean 'experts'?",
+        ),
+        ({"experts": 4}, 'model.experts: unknown key; it belongs to model.recipe = "moe"'),
+        (HF | {"width": 64}, 'model.width: unknown key; it belongs to model.recipe = "gpt"'),
+        (
+            {"recipe": "own", "context": 64},
+            'model.context: unknown key; it belongs to model.recipe = "gpt"',
+        ),
+        ({"gpt": {"width": 64}}, "model.gpt: unknown key"),
+    ],
+)
+def test_an_unknown_key_of_a_model_is_named_without_the_recipe(
+    model: dict[str, Any], line: str
+) -> None:
+    assert fault(model=model).startswith(line)
+
+
+def test_a_mixture_has_as_many_experts_as_a_token_visits() -> None:
+    line = fault(model={"recipe": "moe", "experts": 2, "experts_per_token": 3})
+    assert line == "model.experts_per_token = 3 is more than model.experts = 2"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "missing; `atoll run init --hf SOURCE` fills it in"),
+        ("", "missing; `atoll run init --hf SOURCE` fills it in"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "its vocab_size must be an integer of 2 to 1048576 (it is None)"),
+        ('{"vocab_size": true}', "its vocab_size must be an integer"),
+        ('{"vocab_size": 1}', "its vocab_size must be an integer"),
+        ('{"vocab_size": 1048577}', "its vocab_size must be an integer"),
+        ("x" * (1 << 18) + "x", "string should have at most 262144 characters"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_config_that_is_no_language_models_is_one_line(config: str | None, said: str) -> None:
+    model = {"recipe": "hf"} | ({} if config is None else {"config": config})
+    line = fault(model=model)
+    assert line.startswith("model.config: ")
+    assert said in line
+    assert len(line) < 400
+
+
+def test_an_own_model_needs_no_data() -> None:
+    table = {"name": "tiny", "target_tokens": 1_000, "model": {"recipe": "own"}}
+    mine = parse_spec(table, "run.toml")
+    assert mine.data.text == ()
+    with pytest.raises(ConfigError, match="give the training command"):
+        _ = mine.built_in_model
+
+
+def test_a_tokenizer_goes_with_the_recipe_it_belongs_to() -> None:
+    data = {"text": ["a.txt"], "tokenizer": "model"}
+    assert spec(model=HF, data=data).data.tokenizer == "model"
+    assert fault(data=data) == 'data.tokenizer = "model" belongs to model.recipe = "hf"'
+    line = fault(model={"recipe": "own"}, data={"tokenizer": "bpe"})
+    assert line.startswith('data.tokenizer = "bpe" does not go with model.recipe = "own"')
+
+
+@pytest.mark.parametrize("tokens", [(5, 5), (9, 5)])
+def test_a_batch_ramp_that_does_not_rise_is_refused(tokens: tuple[int, ...]) -> None:
+    ramp = [{"until_tokens": t, "batch_size": 2} for t in tokens]
+    assert fault(inner={"batch_ramp": ramp}) == "inner.batch_ramp: until_tokens must rise strictly"
+    assert len(spec(inner={"batch_ramp": ramp[:1]}).inner.batch_ramp) == 1
+
+
 # --- files and networks ------------------------------------------------------------------------
 
 
@@ -327,3 +467,10 @@ def test_differences_name_the_keys_and_both_values() -> None:
         "sync.quorum is None here and 2 in the run",
     ]
     assert spec_differences(theirs, theirs) == []
+
+
+def test_a_difference_between_long_values_is_shown_cut() -> None:
+    long = HF | {"config": '{"vocab_size": 300, "x": "' + "x" * 100_000 + '"}'}
+    (line,) = spec_differences(spec(model=HF), spec(model=long | {"context": 64}))
+    assert line.startswith("model.config is ")
+    assert len(line) < 600

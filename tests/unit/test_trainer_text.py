@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from node.text import TextError, check_text, expand, load_tokens, split_tokens, train_bpe
 from protocol.errors import ConfigError
@@ -119,8 +120,64 @@ def test_without_the_library_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'atoll\[bpe\]'"):
+    with pytest.raises(ConfigError, match=r'"bpe" needs .* pip install \'atoll\[bpe\]\''):
         train_bpe([], 300, tmp_path / "bpe.json")
+    (tmp_path / "a.txt").write_bytes(b"a")
+    (tmp_path / "t.json").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r'"model" needs .* pip install \'atoll\[hf\]\''):
+        load_with(tmp_path, "model", 300, tmp_path / "t.json")
+
+
+def load_with(tmp_path: Path, kind: str, vocab_size: int, tokenizer: Path) -> np.ndarray:
+    data = Data(text=(str(tmp_path / "a.txt"),), tokenizer=kind)  # type: ignore[arg-type]
+    return load_tokens(data, vocab_size, str(tokenizer), tmp_path / "cache")
+
+
+def word_tokenizer(path: Path, **words: int) -> Path:
+    """A tokenizer.json of whole words that cuts at 3 tokens, pads to 8 and puts a mark in front."""
+    tokenizer = Tokenizer(models.WordLevel({"[?]": 0, "[B]": 1, **words}, unk_token="[?]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("[B] $A", special_tokens=[("[B]", 1)])
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_models_tokenizer_neither_cuts_nor_pads_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("cat dog cat dog bird cat")
+    tokenizer = word_tokenizer(tmp_path / "t.json", cat=2, dog=3)
+    assert load_with(tmp_path, "model", 4, tokenizer).tolist() == [1, 2, 3, 2, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("model", r"^model\.config: its vocab_size = 7 is below the 8 tokens of .*t\.json"),
+        ("bpe", r"^model\.vocab_size = 7 is below the 8 tokens of .*t\.json: raise it"),
+    ],
+)
+def test_a_vocabulary_has_room_for_the_highest_token_whatever_their_number(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    (tmp_path / "a.txt").write_text("cat")
+    tokenizer = word_tokenizer(tmp_path / "t.json", cat=7)
+    assert load_with(tmp_path, kind, 8, tokenizer).tolist() == [1, 7]
+    with pytest.raises(ConfigError, match=said):
+        load_with(tmp_path, kind, 7, tokenizer)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"model": {"type": "x"}}', b"\xff"])
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.txt").write_text("cat")
+    (tmp_path / "t.json").write_bytes(data)
+    with pytest.raises(
+        ConfigError, match=r'^data\.tokenizer = "model": .*t\.json is no tokenizer'
+    ) as caught:
+        load_with(tmp_path, "model", 300, tmp_path / "t.json")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^tokenizer_path: .*none\.json cannot be read"):
+        load_with(tmp_path, "model", 300, tmp_path / "none.json")
 
 
 # --- is it enough? -----------------------------------------------------------------------------
