@@ -15,6 +15,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -71,6 +72,7 @@ class AtollCallback(TrainerCallback):
         self.island = attach(kwargs["model"], getattr(optimizer, "optimizer", optimizer))
         if not self.island.attached:
             return
+        _check_ranks(args)
         if self._tokens_per_step is None:
             _let_it_count(args, kwargs["model"])
         if self._use_run_schedule:
@@ -122,6 +124,16 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         self._at_anchor.close()
         leave_anchor(self.island, kwargs["model"])
+
+
+def _check_ranks(args: TrainingArguments) -> None:
+    """Raises ConfigError if the ranks would train apart: without a GPU the Trainer leaves them so."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != args.world_size:
+        raise ConfigError(
+            f"this island has {ranks} ranks and the Trainer knows {args.world_size}, so each would train "
+            "a model of its own: on CPUs set TrainingArguments(use_cpu=True)"
+        )
 
 
 def _let_it_count(args: TrainingArguments, model: nn.Module) -> None:

@@ -26,12 +26,12 @@ import torch
 
 from node.baseline import batches_of, run_arm, with_lr
 from node.batches import Batches
-from node.gpt import Gpt
-from node.inner import build_optimizer, lr_at, take_step
+from node.inner import lr_at
+from node.model import build_model
 from node.parameters import layout_of, trained_parameters
 from node.settings import TrainerSettings
 from node.text import Tokens, split_tokens
-from node.trainer import build_model, held_out_loss, token_stream
+from node.trainer import Trainer, token_stream
 from outer_optimizer.aggregate import weighted_mean
 from outer_optimizer.codec import codec_for
 from outer_optimizer.optimizer import transform_for
@@ -45,7 +45,7 @@ Plain = Literal["data_parallel", "solo"]
 
 SPEC = load_spec(Path(__file__).parent.parent / "examples" / "quickstart" / "run.toml")
 ISLANDS = SPEC.sync.expected_islands
-STEP_TOKENS = ISLANDS * SPEC.inner.batch_size * SPEC.model.context
+STEP_TOKENS = ISLANDS * SPEC.inner.batch_size * SPEC.built_in_model.context
 EVALUATIONS = 5
 CODEC = codec_for(SPEC.outer.codec)
 
@@ -91,7 +91,7 @@ def sweep_settings(seed: int, steps: int, cache_dir: Path) -> TrainerSettings:
         {
             "seed": seed,
             "target_tokens": steps * STEP_TOKENS,
-            "model": SPEC.model.model_dump(),
+            "model": SPEC.built_in_model.model_dump(),
             "data": SPEC.data.model_dump(),
             "inner": SPEC.inner.model_dump(),
             "cache_dir": str(cache_dir),
@@ -110,22 +110,21 @@ class Replica:
     """One island: a model and its inner optimizer, with parameters as one flat vector."""
 
     def __init__(self, settings: TrainerSettings, fragment: Fragment) -> None:
-        self._settings = settings
-        self.model = build_model(settings)
-        self._optimizer = build_optimizer(self.model, settings.inner)
+        self.trainer = Trainer(settings, torch.device("cpu"))
+        self.trainer.start_from_seed()
         self._flat = torch.empty(fragment.values)
-        parameters = trained_parameters(self.model)
+        parameters = trained_parameters(self.trainer.part.module)
         self._pairs = [
             (parameters[tensor.name], self._flat[start : start + tensor.values].view(tensor.shape))
             for tensor, start in zip(fragment.tensors, fragment.offsets, strict=True)
         ]
 
     def train(self, batches: Batches, first: int, stop: int) -> None:
-        inner, target = self._settings.inner, self._settings.target_tokens
+        settings = self.trainer.settings
         for step in range(first, stop):
-            self.model(*batches.at(step)).backward()
-            lr = lr_at(step * STEP_TOKENS, inner, target)
-            take_step(self.model.parameters(), self._optimizer, lr, inner.clip)
+            self.trainer.gradients(*batches.at(step))
+            lr = lr_at(step * STEP_TOKENS, settings.inner, settings.target_tokens)
+            self.trainer.inner_step.apply(lr)
 
     @torch.no_grad()
     def read(self) -> FloatArray:
@@ -185,7 +184,7 @@ def run_local(phases: Sequence[Phase], settings: TrainerSettings, tokens: Tokens
     steps = settings.target_tokens // STEP_TOKENS
     training, held_out = split_tokens(tokens, settings.model.context, settings.data.held_out)
     islands = batches_of(ISLANDS, training, settings)
-    tensors = layout_of(trained_parameters(build_model(settings)))
+    tensors = layout_of(trained_parameters(build_model(settings.model, settings.seed)))
     fragment = build_layout(tensors, 1, None, ISLANDS).fragments[0]
     replicas = [Replica(settings, fragment) for _ in islands]
     outer = OuterStep(replicas[0].read().copy(), fragment)
@@ -200,7 +199,7 @@ def run_local(phases: Sequence[Phase], settings: TrainerSettings, tokens: Tokens
         for replica in replicas:
             replica.write(outer.anchor)
         if stop * EVALUATIONS // steps > step * EVALUATIONS // steps:
-            loss = held_out_loss(replicas[0].model, held_out, settings)
+            loss = replicas[0].trainer.held_out_loss(held_out)
             curve.append((stop * STEP_TOKENS, loss))
         step, rounds = stop, rounds + 1
     return {
@@ -213,13 +212,14 @@ def run_local(phases: Sequence[Phase], settings: TrainerSettings, tokens: Tokens
 
 
 def run_plain(kind: Plain, settings: TrainerSettings, tokens: Tokens) -> dict[str, Any]:
-    model = build_model(settings)
-    result = run_arm(kind, settings, model, tokens, EVALUATIONS, report=lambda line: None)
+    trainer = Trainer(settings, torch.device("cpu"))
+    trainer.start_from_seed()
+    result = run_arm(kind, trainer, tokens, EVALUATIONS, report=lambda line: None)
     rounds = result.steps if kind == "data_parallel" else 0
-    return asdict(result) | {"rounds": rounds, "round_bytes": bf16_round_bytes(model)}
+    return asdict(result) | {"rounds": rounds, "round_bytes": bf16_round_bytes(trainer.part.module)}
 
 
-def bf16_round_bytes(model: Gpt) -> int:
+def bf16_round_bytes(model: torch.nn.Module) -> int:
     """Out and in, for each value, of an all-reduce in bf16."""
     return 2 * 2 * sum(parameter.numel() for parameter in model.parameters())
 
@@ -233,7 +233,7 @@ def run(arm: Arm, seed: int, split: int, steps: int, cache_dir: Path) -> dict[st
         result = run_local(arm.phases, settings, tokens)
     else:
         result = run_plain(arm.kind, settings, tokens)
-    every_step_bytes = steps * bf16_round_bytes(build_model(settings))
+    every_step_bytes = steps * bf16_round_bytes(build_model(settings.model, settings.seed))
     traffic = result["rounds"] * result["round_bytes"] / every_step_bytes
     place = {"name": arm.name, "seed": seed, "split": split, "steps": steps}
     return place | result | {"traffic": traffic}

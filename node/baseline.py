@@ -22,11 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from node.batches import Batches
-from node.gpt import Gpt
-from node.inner import build_optimizer, lr_at, take_step
+from node.inner import lr_at
 from node.settings import TrainerSettings, load_settings
 from node.text import Tokens, split_tokens
-from node.trainer import build_model, held_out_loss, token_stream
+from node.trainer import Trainer, token_stream
 from protocol.errors import AtollError
 from protocol.state_dir import write_atomically
 
@@ -58,41 +57,40 @@ def batches_of(islands: int, training: Tokens, settings: TrainerSettings) -> lis
 
 def run_arm(
     arm: Arm,
-    settings: TrainerSettings,
-    model: Gpt,
+    trainer: Trainer,
     tokens: Tokens,
     evaluations: int = 10,
     report: Report = print,
 ) -> Result:
-    """Trains `model` in place on `tokens`; about `evaluations` points make the curve."""
+    """Trains the trainer's model in place on `tokens`; about `evaluations` points make the curve."""
     started_s = reported_s = time.perf_counter()
-    inner = settings.inner
+    settings = trainer.settings
+    inner, target = settings.inner, settings.target_tokens
     training, held_out = split_tokens(tokens, settings.model.context, settings.data.held_out)
     islands = batches_of(settings.islands if arm == "data_parallel" else 1, training, settings)
-    optimizer = build_optimizer(model, inner)
-    steps = settings.target_tokens // settings.step_tokens
-    step_tokens = settings.step_tokens * len(islands) // settings.islands
     curve: list[tuple[int, float]] = []
-    for step in range(steps):
+    step = seen = 0  # tokens of the run whose schedule this arm follows
+    while seen + (now := islands[0].tokens_at(step) * settings.islands) <= target:
         mean = 0.0
         for batches in islands:
-            loss = model(*batches.at(step)) / len(islands)
-            loss.backward()
-            mean += loss.item()
-        lr = lr_at(step * settings.step_tokens, inner, settings.target_tokens)
-        take_step(model.parameters(), optimizer, lr, inner.clip)
+            loss = trainer.inner_step.gradients(*batches.at(step), share=1 / len(islands))
+            mean += loss.item() / len(islands) if loss is not None else 0.0
+        trainer.inner_step.apply(lr_at(seen, inner, target))
+        step, seen = step + 1, seen + now
         if time.perf_counter() - reported_s >= PROGRESS_EVERY_S:
             reported_s = time.perf_counter()
-            report(f"step {step + 1}/{steps} loss {mean:.4f}")
-        if (step + 1) % max(1, steps // evaluations) == 0 or step + 1 == steps:
-            curve.append(((step + 1) * step_tokens, held_out_loss(model, held_out, settings)))
+            report(f"step {step}, {seen / target:.0%}, loss {mean:.4f}")
+        if seen * evaluations // target > len(curve):
+            curve.append((seen * len(islands) // settings.islands, trainer.held_out_loss(held_out)))
+    if not curve or curve[-1][0] != seen * len(islands) // settings.islands:
+        curve.append((seen * len(islands) // settings.islands, trainer.held_out_loss(held_out)))
     return Result(
         arm=arm,
         lr=inner.lr,
         final=curve[-1][1],
         curve=curve,
-        tokens=steps * step_tokens,
-        steps=steps,
+        tokens=curve[-1][0],
+        steps=step,
         wall_s=time.perf_counter() - started_s,
     )
 
@@ -114,10 +112,12 @@ def main() -> int:
         if arguments.lr is not None:
             settings = with_lr(settings, arguments.lr)
         torch.set_num_threads(settings.island.threads)
-        model = build_model(settings)
-        if arguments.start is not None:
-            model.load_state_dict(load_file(arguments.start))
-        result = run_arm(arguments.arm, settings, model, token_stream(settings), report=_print_now)
+        trainer = Trainer(settings, torch.device("cpu"))
+        if arguments.start is None:
+            trainer.start_from_seed()
+        else:
+            trainer.start_from(load_file(arguments.start))
+        result = run_arm(arguments.arm, trainer, token_stream(settings), report=_print_now)
     except AtollError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -5,7 +5,9 @@ own (not tied to the embedding). Weights start normal with standard deviation 0.
 residual stream is scaled by 1/sqrt(2 * depth), so its variance does not grow with depth (GPT-2, 2.3).
 
 Shapes: B sequences, T tokens, W width, H heads, D = W / H. The fused projection is laid out head by
-head, and H is inferred from its width, so a rank that holds some of the heads runs the same code.
+head, and H is inferred from its width, so a rank that holds some of the heads runs the same code. A
+pipeline cuts the model by taking parts away: without embedding `forward` takes hidden states, without head
+it returns them. Blocks are a dict, so that names stay what they are in the whole model.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from node.ulysses import Context
 from protocol.spec import GptModel
 
 INIT_STD = 0.02
 ROTARY_BASE = 10_000.0
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all tokens, in nats; logits (B, T, vocabulary), targets (B, T) int64."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
@@ -31,10 +39,14 @@ def rotary_table(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x_BHTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # noqa: N803
     a, b = x_BHTD.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x_BHTD)
 
 
 class Attention(nn.Module):
+    """`context`, where it is set, is the axis that the sequences are cut along."""
+
+    context: Context | None = None
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -44,9 +56,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2)
         q, k, v = heads.unbind(3)
-        mixed = functional.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
-        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.context is None:
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = self.context.attention(q, k, v)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -61,12 +75,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.RMSNorm(width)
-        self.mlp = Mlp(width)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -74,37 +88,54 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
+    """`context`, where it is set, says which slice of the sequences this rank sees; of that slice it holds
+    one in `token_shards` between blocks."""
+
     cos: Tensor
     sin: Tensor
+    context: Context | None = None
+    token_shards: int = 1
 
     def __init__(self, shape: GptModel) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.depth))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocab_size, bias=False)
-        cos, sin = rotary_table(shape.context, shape.width // shape.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.shape = shape
+        self.embedding: nn.Module | None = nn.Embedding(shape.vocab_size, shape.width)
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(shape.width, shape.heads, self.make_mlp()) for i in range(shape.depth)}
+        )
+        self.norm: nn.Module | None = nn.RMSNorm(shape.width)
+        self.head: nn.Module | None = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.reset_buffers()
         self._start(shape.depth)
+
+    def make_mlp(self) -> nn.Module:
+        return Mlp(self.shape.width)
+
+    def reset_buffers(self) -> None:
+        """Makes the rotary table, on the device the old one is on."""
+        cos, sin = rotary_table(self.shape.context, self.shape.width // self.shape.heads)
+        self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
 
     def _start(self, depth: int) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            residual = name.endswith(("attention.out.weight", "mlp.down.weight", "experts.down"))
             nn.init.normal_(
                 parameter, std=INIT_STD / math.sqrt(2 * depth) if residual else INIT_STD
             )
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        cos, sin = self.cos[:length], self.sin[:length]
-        x = self.embedding(tokens)
-        for block in self.blocks:
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T) tokens -> (B, T, vocabulary) logits; T counts this rank's slice."""
+        length = x.shape[1] if self.embedding is not None else x.shape[1] * self.token_shards
+        first = 0 if self.context is None else self.context.rank * length
+        cos, sin = self.cos[first : first + length], self.sin[first : first + length]
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
             x = block(x, cos, sin)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats; both arguments (B, T) int64."""
-        return functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x

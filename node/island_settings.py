@@ -46,6 +46,11 @@ class IslandSettings(Table):
     peak_flops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     mesh: Mesh = Mesh()
 
+    @property
+    def wraps_one_rank(self) -> bool:
+        """Whether even a single rank needs FSDP2, for what it does besides sharding."""
+        return self.compute == "bf16" or self.offload
+
     @model_validator(mode="after")
     def _offload_needs_cuda(self) -> IslandSettings:
         if self.offload and self.device == "cpu":

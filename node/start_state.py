@@ -36,10 +36,10 @@ def write_start_state(
     settings: TrainerSettings, out: Path, weights: Path | None = None
 ) -> tuple[TensorLayout, ...]:
     """The start state of a built-in recipe. Raises ConfigError if the weights are not its."""
+    from node.model import build_model
     from node.parameters import layout_of, trained_parameters
-    from node.trainer import build_model
 
-    model = build_model(settings)
+    model = build_model(settings.model, settings.seed)
     parameters = trained_parameters(model)
     layout = layout_of(parameters)
     if weights is None:

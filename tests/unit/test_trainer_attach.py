@@ -1,142 +1,40 @@
-"""`attach`, alone and against a scripted daemon at the other end of a real socket and real shared memory."""
+"""`attach`, alone and against a scripted daemon."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from node.attach import Island, attach
 from node.baseline import run_arm
 from node.edge_link import DaemonLost
 from node.edge_messages import (
     Applied,
-    Apply,
     Boundary,
     Evaluation,
-    FragmentLayout,
     GoOn,
     Hello,
     Message,
     Refused,
     Stop,
-    TensorSlot,
-    Welcome,
-    decode,
-    encode,
 )
+from node.model import build_model
 from node.parameters import layout_of, trained_parameters
 from node.settings import TrainerSettings
-from node.shared_buffer import SharedBuffer
-from node.trainer import build_model, token_stream, train
+from node.trainer import Trainer, token_stream, train
 from protocol.errors import ConfigError, RunMismatch
+from tests.unit.scripted_daemon import Daemon
 
 torch.set_num_threads(1)
-
-Answer = Callable[["Daemon", Boundary], Message | None]
-
-
-class Daemon:
-    """One fragment, one trainer; answers each boundary with the next of `answers`.
-
-    An answer of None closes the connection. `heard` is complete after `join`.
-    """
-
-    def __init__(self, path: Path, model: nn.Module) -> None:
-        self.heard: list[Message] = []
-        self.answers: list[Answer] = []
-        self.greeting: Message | None = None
-        tensors, offset = [], 0
-        for name, parameter in trained_parameters(model).items():
-            tensors.append(TensorSlot(name, offset, parameter.numel()))
-            offset += parameter.numel()
-        self.fragment = FragmentLayout(offset, tuple(tensors))
-        self.buffers = [SharedBuffer.create("test", offset) for _ in range(3)]
-        self.slot = 0
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen(1)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-
-    @property
-    def snapshot(self) -> np.ndarray:
-        return self.buffers[0].values
-
-    def anchor(self, slot: int) -> np.ndarray:
-        return self.buffers[1 + slot].values
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def close(self) -> None:
-        self._listener.close()
-        for buffer in self.buffers:
-            buffer.close()
-
-    def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection, connection.makefile("rb") as lines:
-            self.heard.append(decode(lines.readline()))
-            greeting = self.greeting or self.welcome()
-            fds = [buffer.fd for buffer in self.buffers] if isinstance(greeting, Welcome) else []
-            line = encode(greeting)
-            socket.send_fds(connection, [line[:1]], fds)
-            connection.sendall(line[1:])
-            for line in lines:
-                self.heard.append(decode(line))
-                if not isinstance(self.heard[-1], Boundary):
-                    continue
-                answer = self.answers.pop(0)(self, self.heard[-1])
-                if answer is None:
-                    return
-                connection.sendall(encode(answer))
-
-    def welcome(self, **changes: object) -> Welcome:
-        fields = {
-            "fragments": (self.fragment,),
-            "anchor_slot": (self.slot,),
-            "round": 0,
-            "first_step": 0,
-            "next_edge_step": 2,
-            "next_fragment": 0,
-            "committed_tokens": 0,
-            "islands": 4,
-            "index": 1,
-            "evaluate": False,
-            "warmup_tokens": 0,
-            "target_tokens": 1_000,
-            "min_lr_ratio": 0.1,
-        }
-        return Welcome(**(fields | changes))  # type: ignore[arg-type]
-
-    def apply(self, boundary: Boundary, **changes: object) -> Apply:
-        fields = {
-            "sequence": boundary.sequence,
-            "fragment": 0,
-            "round": 1,
-            "ref": "snapshot",
-            "anchor_slot": 1 - self.slot,
-            "next_edge_step": boundary.step + 2,
-            "next_fragment": 0,
-            "committed_tokens": 100,
-            "islands": 4,
-            "evaluate": False,
-            "last": False,
-        }
-        self.slot = 1 - self.slot
-        return Apply(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -243,6 +141,167 @@ def test_an_optimizer_with_tensors_of_its_own_is_refused(model: nn.Module, daemo
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     with pytest.raises(ConfigError, match="2 tensors"):
         attach(model, torch.optim.SGD(masters))
+
+
+class Fsdp1(FullyShardedDataParallel):
+    """What `isinstance` sees; a real one wants a process group."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Known by its name: the package need not be installed."""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "advice"),
+    [
+        (nn.Sequential(Fsdp1()), "FullyShardedDataParallel hides .*: use FSDP2"),
+        (DeepSpeedEngine(), "DeepSpeedEngine is not supported: attach the nn.Module itself"),
+    ],
+    ids=["FSDP1 inside", "DeepSpeed"],
+)
+def test_a_wrapper_that_hides_parameters_is_refused_with_advice(
+    wrapper: nn.Module, advice: str, model: nn.Module, daemon: Daemon
+) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        attach(wrapper, torch.optim.SGD(model.parameters()))
+
+
+def test_parameters_without_values_are_refused_by_name(daemon: Daemon) -> None:
+    model = nn.Linear(3, 2, device="meta")
+    with pytest.raises(ConfigError, match=r"^weight: has no values yet: call model.to_empty\("):
+        attach(model, torch.optim.SGD(model.parameters()))
+
+
+def test_lists_of_models_and_optimizers_are_one_model(tmp_path: Path) -> None:
+    stages = [nn.ModuleDict({name: nn.Linear(3, 2)}) for name in "ab"]
+    optimizers = [torch.optim.SGD(stage.parameters()) for stage in stages]
+    daemon = Daemon(tmp_path / "s", stages)
+    daemon.anchor(0)[:] = np.arange(16)
+    daemon.greeting = daemon.welcome(next_edge_step=1)
+    daemon.answers = [lambda daemon, boundary: Stop("enough")]
+    daemon.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATOLL_SOCKET", str(tmp_path / "s"))
+        island = attach(stages, optimizers)
+    for number, stage in enumerate(stages):
+        assert torch.equal(flat(stage), torch.arange(8.0) + 8 * number)
+        shift(stage, 1.0)
+    island.step(tokens=1)
+    island.close()
+    daemon.join()
+    hello = daemon.heard[0]
+    assert isinstance(hello, Hello)
+    assert [t.name for t in hello.layout] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert torch.equal(values(daemon.snapshot), torch.arange(16.0) + 1)
+    daemon.close()
+
+
+# --- masters -----------------------------------------------------------------------------------
+
+
+def mastered(model: nn.Module) -> dict[str, Tensor]:
+    """fp32 masters; the model itself becomes bf16."""
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.bfloat16()
+    return masters
+
+
+@pytest.mark.parametrize("ref", ["snapshot", "anchor", "reset"])
+def test_masters_move_and_the_models_copies_follow(
+    ref: str, model: nn.Module, daemon: Daemon
+) -> None:
+    masters = mastered(model)
+
+    def all_of() -> Tensor:
+        return torch.cat([master.flatten() for master in masters.values()])
+
+    def answer(daemon: Daemon, boundary: Boundary) -> Message:
+        daemon.anchor(1)[:] = np.arange(8) / 3
+        return daemon.apply(boundary, ref=ref)
+
+    daemon.anchor(0)[:] = np.arange(8) / 7
+    daemon.greeting = daemon.welcome(next_edge_step=1)
+    daemon.answers = [answer]
+    daemon.start()
+    island = attach(model, torch.optim.SGD(masters.values(), lr=0.1), masters=masters)
+    old, new = (torch.from_numpy(anchor) for anchor in (daemon.anchor(0), daemon.anchor(1)))
+    assert torch.equal(all_of(), old)
+    assert torch.equal(flat(model), old.bfloat16())
+    for master in masters.values():
+        master += 0.01
+    before = all_of()
+    island.step(tokens=1)
+    island.close()
+    daemon.join()
+    hello = daemon.heard[0]
+    assert isinstance(hello, Hello)
+    assert [tensor.dtype for tensor in hello.layout] == ["float32", "float32"]
+    assert torch.equal(values(daemon.snapshot), before)
+    assert torch.equal(all_of(), before + (new - old) if ref == "anchor" else new)
+    assert torch.equal(flat(model), all_of().bfloat16())
+
+
+def test_a_master_of_no_parameter_is_refused_by_name(model: nn.Module, daemon: Daemon) -> None:
+    masters = {**mastered(model), "stranger": torch.zeros(2)}
+    with pytest.raises(ConfigError, match="masters: the model trains no parameter 'stranger'"):
+        attach(model, torch.optim.SGD(masters.values()), masters=masters)
+
+
+def test_masters_that_are_not_named_are_refused(model: nn.Module, daemon: Daemon) -> None:
+    masters = mastered(model)
+    with pytest.raises(ConfigError, match="1 tensors that are not trainable parameters"):
+        attach(model, torch.optim.SGD(masters.values()), masters={"weight": masters["weight"]})
+
+
+# --- what the loop sees ------------------------------------------------------------------------
+
+
+def test_the_learning_rate_factor_follows_the_runs_schedule(
+    model: nn.Module, daemon: Daemon
+) -> None:
+    daemon.greeting = daemon.welcome(
+        warmup_tokens=100, target_tokens=1_100, min_lr_ratio=0.1, next_edge_step=1_000
+    )
+    island = joined(model, daemon)  # one of four islands
+    factors = [island.lr_factor]
+    for tokens in (5, 20, 125, 200):
+        island.step(tokens=tokens)
+        factors.append(island.lr_factor)
+    assert factors == pytest.approx([0.1, 0.1 + 0.9 * 0.2, 1.0, 0.55, 0.1])
+    island.close()
+    daemon.join()
+
+
+def test_an_island_takes_its_own_samples(model: nn.Module, daemon: Daemon) -> None:
+    daemon.greeting = daemon.welcome(index=2, islands=3)
+    island = joined(model, daemon)
+    assert island.data_shard == (2, 3)
+    island.close()
+    daemon.join()
+
+
+def test_state_dict_says_where_the_island_is(model: nn.Module, daemon: Daemon) -> None:
+    daemon.greeting = daemon.welcome(first_step=10, next_edge_step=12)
+    daemon.answers = [lambda daemon, boundary: daemon.apply(boundary, committed_tokens=300)]
+    island = joined(model, daemon)
+    for _ in range(3):
+        island.step(tokens=5)
+    assert island.state_dict() == {"round": 1, "steps": 13, "tokens": 15, "progress_tokens": 320}
+    island.close()
+    daemon.join()
+
+
+def test_without_a_daemon_an_island_has_all_samples_and_its_own_schedule(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATOLL_SOCKET", raising=False)
+    island = attach(model, torch.optim.SGD(model.parameters()))
+    island.step(tokens=7)
+    assert (island.data_shard, island.lr_factor) == ((0, 1), 1.0)
+    assert island.state_dict() == {"round": 0, "steps": 1, "tokens": 7, "progress_tokens": 7}
 
 
 # --- between edges and at one ------------------------------------------------------------------
@@ -437,8 +496,10 @@ def test_the_trainer_of_a_lone_island_whose_snapshots_are_the_anchors_is_the_sol
             "islands": 1,
         }
     )
-    model = build_model(settings)
-    alone = run_arm("solo", settings, build_model(settings), token_stream(settings))
+    model = build_model(settings.model, settings.seed)
+    trainer = Trainer(settings, torch.device("cpu"))
+    trainer.start_from_seed()
+    alone = run_arm("solo", trainer, token_stream(settings))
 
     def keep(daemon: Daemon, boundary: Boundary) -> Message:
         daemon.anchor(1 - daemon.slot)[:] = daemon.snapshot
@@ -453,7 +514,7 @@ def test_the_trainer_of_a_lone_island_whose_snapshots_are_the_anchors_is_the_sol
     daemon.greeting = daemon.welcome(islands=1)
     daemon.answers = [keep] * 3
     daemon.start()
-    assert train(settings) == 0
+    train(settings)
     daemon.join()
     daemon.close()
     assert daemon.heard[-1] == Evaluation(round=1, loss=alone.final)

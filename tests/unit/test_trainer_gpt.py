@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.gpt import Gpt
+from node.gpt import Gpt, cross_entropy
+from node.model import build_model
 from node.settings import TrainerSettings, load_settings
 from node.start_state import write_start_state
-from node.trainer import build_model
 from protocol.errors import ConfigError
-from protocol.spec import Model
+from protocol.spec import GptModel
 
 torch.set_num_threads(1)
 
@@ -34,32 +34,34 @@ def settings_of(**changes: object) -> TrainerSettings:
 
 
 def test_loss_of_the_start_state_is_that_of_guessing() -> None:
-    model = build_model(settings_of())
+    model = build_model(settings_of().model, 1)
     tokens = torch.randint(256, (4, 17))
-    assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(math.log(256), abs=0.05)
+    assert cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).item() == pytest.approx(
+        math.log(256), abs=0.05
+    )
 
 
 def test_a_later_token_changes_no_earlier_logit() -> None:
-    model = build_model(settings_of())
+    model = build_model(settings_of().model, 1)
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()
     changed[0, 9] = (changed[0, 9] + 1) % 256
-    before, after = model.logits(tokens), model.logits(changed)
+    before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
 def test_attention_sees_where_a_token_stands() -> None:
-    model = build_model(settings_of())
+    model = build_model(settings_of().model, 1)
     nearer, farther = torch.tensor([[1, 2, 3, 3]]), torch.tensor([[2, 1, 3, 3]])
-    assert not torch.equal(model.logits(nearer)[:, -1], model.logits(farther)[:, -1])
+    assert not torch.equal(model(nearer)[:, -1], model(farther)[:, -1])
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller() -> None:
     torch.manual_seed(0)
     deviation = {
         name: p.std().item()
-        for name, p in Gpt(Model(width=128, depth=8)).named_parameters()
+        for name, p in Gpt(GptModel(width=128, depth=8)).named_parameters()
         if p.dim() == 2
     }
     for name, found in deviation.items():
@@ -76,9 +78,9 @@ def test_one_seed_makes_one_start_state(tmp_path: Path) -> None:
     listed = json.loads((tmp_path / "a.layout.json").read_text())
     assert [tuple(entry) for entry in listed] == [(n, list(s), d) for n, s, d in layout]
     assert [entry[0] for entry in listed] == [
-        n for n, _ in build_model(settings_of()).named_parameters()
+        n for n, _ in build_model(settings_of().model, 1).named_parameters()
     ]
-    build_model(settings_of(seed=2)).load_state_dict(load_file(tmp_path / "a.safetensors"))
+    build_model(settings_of().model, 2).load_state_dict(load_file(tmp_path / "a.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from node.model import build_model
 from node.settings import TrainerSettings
 from node.start_state import write_start_state
-from node.trainer import build_model
 from protocol.errors import ConfigError
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ HEAD = "head.weight"
 
 
 def trained() -> dict[str, torch.Tensor]:
-    model = build_model(SETTINGS.model_copy(update={"seed": 7}))
+    model = build_model(SETTINGS.model, 7)
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
@@ -109,7 +109,7 @@ class Tied(nn.Module):
 def test_a_second_name_of_a_tied_parameter_counts_only_where_the_first_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("node.trainer.build_model", lambda settings: Tied())
+    monkeypatch.setattr("node.model.build_model", lambda model, seed: Tied())
     values = {"embedding": torch.randn(5, 4), "head": torch.randn(5, 4)}
     made = start_from(tmp_path, {f"{name}.weight": values[name] for name in names})
     assert made.keys() == {"embedding.weight"}
@@ -130,7 +130,7 @@ def test_what_transformers_has_saved_in_shards_is_read_bit_for_bit(
     saved = LlamaForCausalLM(config).bfloat16()
     saved.save_pretrained(tmp_path / "model", max_shard_size="4KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    monkeypatch.setattr("node.trainer.build_model", lambda settings: LlamaForCausalLM(config))
+    monkeypatch.setattr("node.model.build_model", lambda model, seed: LlamaForCausalLM(config))
     layout = write_start_state(SETTINGS, tmp_path / "start.safetensors", tmp_path / "model")
     expected = {name: parameter.detach().float() for name, parameter in saved.named_parameters()}
     assert [tensor.name for tensor in layout] == list(expected)
