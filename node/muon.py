@@ -65,10 +65,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    """About U V^T of the matrix's singular value decomposition: all singular values near 1."""
+    """About U V^T of the matrix's singular value decomposition: all singular values near 1.
+
+    In bf16 where that is fast; what bf16 loses does not matter to the training.
+    """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    x = matrix.T.bfloat16() if tall else matrix.bfloat16()
+    x = (matrix.T if tall else matrix).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
     x = x / x.norm().clamp(min=EPSILON)
     for _ in range(ITERATIONS):
         gram = x @ x.T

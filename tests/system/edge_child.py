@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 from node.attach import Island, attach
 from node.crew import muster
+from node.edge_link import DaemonLost
 from node.edge_messages import (
     Apply,
     Boundary,
@@ -44,6 +45,7 @@ from node.edge_messages import (
     GoOn,
     Hello,
     Message,
+    Refused,
     Stop,
     TensorSlot,
     Welcome,
@@ -53,6 +55,7 @@ from node.parameters import hold
 from node.shards import view_of
 from node.shared_buffer import SharedBuffer
 from node.trainer_link import TrainerLink
+from protocol.errors import RunMismatch
 from protocol.layout import TensorLayout, build_layout
 
 RANKS = 4
@@ -89,7 +92,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Edge:
-    """What the daemon does at one boundary: "go on", "stop", or a reference and an anchor."""
+    """What the daemon does at one boundary: a reference and an anchor, "go on", "stop", or "vanish"."""
 
     fragment: int
     kind: str
@@ -136,10 +139,15 @@ class Daemon:
         while (message := await inbox.get()) is not None:
             if isinstance(message, Hello):
                 self._link.turn_to(message.incarnation)
+                if not self._plan:
+                    await self._link.send(Refused("the script wants nobody"))
+                    continue
                 self._cut(message.layout)
                 descriptors = [buffer.fd for three in self._buffers for buffer in three]
                 await self._link.send(self._welcome(), descriptors)
             elif isinstance(message, Boundary):
+                if self._plan[len(self.boundaries)].kind == "vanish":
+                    break
                 await self._freeze()
                 await self._link.send(self._answer(message))
         serving.cancel()
@@ -320,7 +328,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def joined(world: World, part: Part, plan: Sequence[Edge], **how: Any) -> Island:
     """Attaches; `remote` ranks look for the daemon where it is not."""
-    fragments = 1 + max(edge.fragment for edge in plan)
+    fragments = 1 + max((edge.fragment for edge in plan), default=0)
     remote = how.get("remote", ())
     world.daemon = None
     if world.rank == 0:
@@ -660,6 +668,37 @@ def without_reshard(world: World, case: Any) -> None:
     left(world, island)
 
 
+# --- ends that all ranks must see --------------------------------------------------------------
+
+
+def raises(world: World, call: Callable[[], object], error: type[Exception], text: str) -> None:
+    try:
+        call()
+    except error as raised:
+        world.check(text in str(raised), f"{text!r} is said, not {raised}")
+    else:
+        world.check(False, f"{error.__name__} is raised")
+
+
+def daemon_vanishes(world: World, case: Any) -> None:
+    part = replicated(world, case)
+    island = joined(world, part, [Edge(0, "vanish")], remote=case["remote"])
+    said = "rank 0 cannot reach the daemon" if world.rank else "the daemon closed the connection"
+    raises(world, lambda: island.step(tokens=1), DaemonLost, said)
+    left(world, island)
+
+
+def daemon_refuses(world: World, case: Any) -> None:
+    part = replicated(world, case)
+
+    def join() -> None:
+        joined(world, part, [], remote=case["remote"])
+
+    raises(world, join, RunMismatch, "the script wants nobody")
+    if world.daemon is not None:
+        world.daemon.join()
+
+
 BUILDERS: dict[str, Callable[[World, Any], Part]] = {
     builder.__name__: builder
     for builder in (
@@ -679,7 +718,8 @@ BUILDERS: dict[str, Callable[[World, Any], Part]] = {
     )
 }
 STORIES: dict[str, Callable[[World, Any], None]] = {
-    story.__name__: story for story in (after_evaluation, without_reshard)
+    story.__name__: story
+    for story in (after_evaluation, without_reshard, daemon_vanishes, daemon_refuses)
 }
 
 

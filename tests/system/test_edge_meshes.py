@@ -39,6 +39,7 @@ REMOTE = [
     ("pipeline_of_shards", (2, 3)),
     ("placements", (2, 3)),
 ]
+ENDS = ["daemon_vanishes", "daemon_refuses"]
 TRAPS = ["after_evaluation", "without_reshard"]
 
 SHAPES = [(), (1,), (5,), (202,), (3, 5), (1, 7), (8, 0), (2, 3, 4)]
@@ -68,7 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Case -> what was not as it should be, as far as the ranks have got."""
     folder = tmp_path_factory.mktemp("meshes")
     cases = [case(name) for name in (*MESHES, "placements", *TRAPS)]
-    cases += [case(*remote) for remote in REMOTE]
+    cases += [case(*remote) for remote in (*REMOTE, *((end, (3,)) for end in ENDS))]
     cases.append(case("frozen", (3,)))  # the last: its process group has another time-out
     (folder / "cases.json").write_text(json.dumps(cases))
     launch = [
@@ -119,6 +120,13 @@ def test_a_gathered_fsdp2_model_computes_with_what_was_applied(
     trap: str, results: dict[str, list[str]]
 ) -> None:
     check(results, trap)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_daemon_that_is_lost_or_refuses_is_an_error_on_every_rank(
+    end: str, results: dict[str, list[str]]
+) -> None:
+    check(results, end, (3,))
 
 
 def test_ranks_whose_process_group_is_impatient_survive_a_frozen_daemon(

@@ -82,7 +82,9 @@ class StandInDaemon:
     def _answer(self, connection: socket.socket, message: Message) -> None:
         if isinstance(message, Hello):
             slots = (TensorSlot("weight", 0, 4), TensorSlot("bias", 4, 2))
-            welcome = Welcome((FragmentLayout(VALUES, slots),), (0,), 0, 0, 1, 0, 0, 1, 0, False, 0, 1, 0.1)
+            welcome = Welcome(
+                (FragmentLayout(VALUES, slots),), (0,), 0, 0, 1, 0, 0, 1, 0, False, 0, 1, 0.1
+            )
             socket.send_fds(connection, [encode(welcome)], [b.fd for b in self._buffers])
         elif isinstance(message, Boundary):
             self.boundaries += 1

@@ -1,7 +1,7 @@
 """Every kind of mesh trains what one process trains: fp32, SGD with momentum, a clip that binds.
 
-AdamW would hide a gradient of the wrong scale, and a clip that does not bind a norm that is wrong. One launch runs
-all cases, for a launch costs seconds.
+AdamW would hide a gradient of the wrong scale, and a clip that does not bind a norm that is wrong. One launch
+runs all cases, for a launch costs seconds.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_muon_on_whole_matrices_is_torchs() -> None:
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()
-    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.weight, theirs.weight, atol=5e-3, rtol=0)  # theirs is in bf16
 
 
 def test_muon_leaves_embedding_head_and_vectors_to_adamw() -> None:
