@@ -114,10 +114,12 @@ def _longest_wait_s(events: list[dict[str, Any]]) -> float:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="keep states and logs here")
     arguments = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory(prefix="atoll-kill-") as name:
-        folder = Path(name)
+        folder = arguments.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         scenario = scenario_with_quorum(folder)
         results = []
         for kill in (False, True):

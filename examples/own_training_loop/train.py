@@ -1,8 +1,8 @@
 """A plain PyTorch training loop: a small byte model on Python's own library, on one rank or on many.
 
-    python train.py --steps 200                                             alone
-    torchrun --standalone --nproc-per-node 2 train.py --steps 200           two ranks, sharded by FSDP2
-    atoll join ADDRESS --name NAME -- torchrun --nproc-per-node 2 train.py  an island of a run
+    python train.py --steps 200                                       alone
+    torchrun --standalone --nproc-per-node 2 train.py --steps 200     two ranks, sharded by FSDP2
+    atoll join ADDRESS --name NAME -- torchrun --standalone --nproc-per-node 2 train.py
 
 The five lines marked `atoll` are all that the last one takes; the fourth was `for step in range(steps):`.
 """
