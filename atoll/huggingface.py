@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll.framework import SkipWatch, leave_anchor
+from atoll.framework import SkipWatch
 from node.attach import Island, attach
 from protocol.errors import ConfigError
 
@@ -123,7 +123,8 @@ class AtollCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._at_anchor.close()
-        leave_anchor(self.island, kwargs["model"])
+        self.island.take_anchor()
+        self.island.close()
 
 
 def _check_ranks(args: TrainingArguments) -> None:

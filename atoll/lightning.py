@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from atoll.framework import SkipWatch, leave_anchor
+from atoll.framework import SkipWatch
 from node.attach import Island, attach
 from protocol.errors import ConfigError
 
@@ -85,7 +85,8 @@ class AtollCallback(Callback):
                 self.island.report_evaluation(self._evaluate(pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        leave_anchor(self.island, pl_module)
+        self.island.take_anchor()
+        self.island.close()
 
 
 def _data_parallel_ranks(trainer: Trainer) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.framework import leave_anchor
 from node.attach import Island
 from node.attach import attach as attach_models
 from protocol.errors import ConfigError
@@ -88,5 +87,6 @@ class TorchtitanHook:
     def should_continue_training(self) -> bool:
         goes_on = bool(self._should_continue()) and not self.island.should_stop
         if not goes_on:
-            leave_anchor(self.island, self._trainer.model_parts)
+            self.island.take_anchor()
+            self.island.close()
         return goes_on

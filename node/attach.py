@@ -144,10 +144,13 @@ class Island:
             self._meet(self._edge, loss)
 
     def _meet(self, edge: Edge, loss: Tensor | float | None) -> None:
-        arrived_s = time.perf_counter()
+        value = loss.item() if isinstance(loss, Tensor) else math.nan if loss is None else loss
+        arrived_s = (
+            time.perf_counter()
+        )  # after the loss was read: a device has done its work by then
         rank_s = arrived_s - self._left_s
         self._compute_s += rank_s
-        answer = edge.meet(self._boundary(edge, loss), rank_s)
+        answer = edge.meet(self._boundary(edge, value), rank_s)
         if isinstance(answer, Apply):
             edge.apply(answer)
             self._least_progress_tokens = self.progress_tokens
@@ -163,9 +166,8 @@ class Island:
         self.seconds["outer"] = self.seconds.get("outer", 0.0) + left_s - arrived_s
         self._left_s = left_s
 
-    def _boundary(self, edge: Edge, loss: Tensor | float | None) -> Boundary:
+    def _boundary(self, edge: Edge, loss: float) -> Boundary:
         self._boundaries += 1
-        value = loss.item() if isinstance(loss, Tensor) else math.nan if loss is None else loss
         return Boundary(
             sequence=self._boundaries,
             incarnation=edge.incarnation,
@@ -173,7 +175,7 @@ class Island:
             step=self.steps,
             tokens=self._tokens,
             steps=self.steps - self.first_step,
-            loss=value if math.isfinite(value) else None,
+            loss=loss if math.isfinite(loss) else None,
             compute_s=self._compute_s,
             wait_s=edge.wait_s,
             rank_s=(),
@@ -194,6 +196,11 @@ class Island:
             with self._edge.at_anchor():
                 yield
         self._left_s += time.perf_counter() - entered_s
+
+    def take_anchor(self) -> None:
+        """Ends with the run's anchor in the parameters: a trainer that was late holds more than that."""
+        if self._edge is not None:
+            self._edge.take_anchor()
 
     def report_evaluation(self, loss: float) -> None:
         """Reports the held-out loss on the anchor of `round`; rank 0's counts."""

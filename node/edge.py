@@ -13,12 +13,14 @@ or writes pieces has resharded first.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from node.crew import Crew, muster
 from node.edge_link import DaemonLost, EdgeLink
@@ -46,6 +48,8 @@ from node.relay import Proxy, Remote, proxy_of
 from node.shared_buffer import SharedBuffer
 from protocol.errors import AtollError, InvariantBroken, RunMismatch
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -59,11 +63,13 @@ class Edge:
     """Joins on construction: then the parameters are the anchor, and `welcome` says where we are."""
 
     def __init__(self, path: str, held: Held, figures: Figures) -> None:
-        self.incarnation = secrets.token_hex(8)
         self.wait_s = 0.0
         self._host = HostGroup()
         self._held = held
-        self._link = _link_if_local(path, self._host.rank)
+        self.incarnation, host = json.loads(
+            self._host.broadcast(json.dumps([secrets.token_hex(8), _host()]).encode())
+        )
+        self._link = _link_if_local(path, self._host.rank) if host == _host() else None
         self._buffers: list[SharedBuffer] = []
         self._fragments: list[FragmentMemory] = []
         self._relays: list[list[Proxy | Remote]] = []
@@ -99,9 +105,12 @@ class Edge:
         if not isinstance(welcome, Welcome):
             raise InvariantBroken(f"the daemon answers Hello with {type(welcome).__name__}")
         if self._link is not None and self._host.rank:
-            self._link.send(Follow(self._host.rank))
-            if not isinstance(self._link.receive(), Buffers):
-                raise InvariantBroken("the daemon does not answer Follow with buffers")
+            self._link.send(Follow(self._host.rank, self.incarnation))
+            answer = self._link.receive()
+            if isinstance(answer, Refused):
+                raise RunMismatch(f"the daemon refuses rank {self._host.rank}: {answer.reason}")
+            if not isinstance(answer, Buffers):
+                raise InvariantBroken(f"the daemon answers Follow with {type(answer).__name__}")
         return welcome
 
     def _ask(self, message: Message) -> Message:
@@ -163,7 +172,6 @@ class Edge:
         answer = self._ask(
             replace(
                 boundary,
-                incarnation=self.incarnation,
                 rank_s=tuple(seconds for seconds, _ in rows),
                 loss=sum(losses) / len(losses) if losses else None,
             )
@@ -185,6 +193,12 @@ class Edge:
             memory.take_anchor(answer.anchor_slot)
         self._tell(Applied(answer.fragment, answer.round, answer.sequence))
 
+    def take_anchor(self) -> None:
+        """The parameters become the anchor, for good."""
+        self._held.settle()
+        for memory in self._fragments:
+            memory.take_anchor(memory.slot)
+
     def report(self, evaluation: Evaluation) -> None:
         self._tell(evaluation)
 
@@ -197,8 +211,7 @@ class Edge:
         """Inside, the parameters are the anchor, whatever rebases went before."""
         self._held.settle()
         kept = [[local.clone() for local in memory] for memory in self._fragments]
-        for memory in self._fragments:
-            memory.take_anchor(memory.slot)
+        self.take_anchor()
         try:
             yield
         finally:
@@ -212,6 +225,11 @@ class Edge:
         self._fragments, self._relays = [], []
         for buffer in self._buffers:
             buffer.close()
+
+
+def _host() -> str:
+    """Another one on every machine, and after every boot of it."""
+    return _BOOT_ID.read_text().strip()
 
 
 def _link_if_local(path: str, rank: int) -> EdgeLink | None:

@@ -49,9 +49,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Follow:
-    """From every rank but the first: asks for the buffers that came with Welcome."""
+    """From every rank but the first: asks for the buffers that came with this incarnation's Welcome."""
 
     rank: int
+    incarnation: str
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def hold(
     masters, ties = masters or {}, ties or {}
     if strange := sorted(masters.keys() - parameters.keys()):
         raise ConfigError(f"masters: the model trains no parameter {strange[0]!r}")
-    _check_optimizers(_list(optimizers), parameters, masters)
+    known: list[Tensor] = [p for part in parts for p in part.parameters() if not p.requires_grad]
+    known += [masters.get(name, own) for name, own in parameters.items()]
+    _check_optimizers(_list(optimizers), known)
     pieces = tuple(
         _piece(ties.get(name, name), masters.get(name, own), own)
         for name, own in parameters.items()
@@ -95,12 +97,15 @@ def hold(
 
 def trained_parameters(models: Models) -> dict[str, Tensor]:
     """Name -> parameter, in the order of `named_parameters()`."""
-    return {
-        ".".join(part for part in name.split(".") if part not in WRAPPERS): parameter
-        for model in _list(models)
-        for name, parameter in _unwrapped(model).named_parameters()
-        if parameter.requires_grad
-    }
+    found: dict[str, Tensor] = {}
+    for model in _list(models):
+        for wrapped, parameter in _unwrapped(model).named_parameters():
+            name = ".".join(part for part in wrapped.split(".") if part not in WRAPPERS)
+            if parameter.requires_grad and found.setdefault(name, parameter) is not parameter:
+                raise ConfigError(
+                    f"two of the models train another {name}: names must be those of one whole model"
+                )
+    return found
 
 
 def layout_of(parameters: Mapping[str, Tensor]) -> tuple[TensorLayout, ...]:
@@ -110,8 +115,13 @@ def layout_of(parameters: Mapping[str, Tensor]) -> tuple[TensorLayout, ...]:
 def _piece(name: str, tensor: Tensor, own: Tensor) -> Piece:
     if tensor.is_meta:
         raise ConfigError(f"{name}: has no values yet: call model.to_empty(device=...) first")
-    shadow = None if tensor is own else shard_of(name, own).local
-    return Piece(name, _dtype(tensor), shard_of(name, tensor), shadow)
+    shard, own_shard = shard_of(name, tensor), shard_of(name, own)
+    if (shard.shape, shard.box) != (own_shard.shape, own_shard.box):
+        raise ConfigError(
+            f"masters: {name} is {list(shard.shape)} at {shard.box.offset}, its parameter "
+            f"{list(own_shard.shape)} at {own_shard.box.offset}: shard both alike"
+        )
+    return Piece(name, _dtype(tensor), shard, None if tensor is own else own_shard.local)
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -126,30 +136,25 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """Raises ConfigError, naming the wrapper, if it keeps the parameters to itself."""
     if isinstance(model, DistributedDataParallel):
         return model.module  # type: ignore[no-any-return]
+    if not isinstance(model, nn.Module) or type(model).__name__ == "DeepSpeedEngine":
+        raise ConfigError(f"{type(model).__name__} is not supported: attach the nn.Module itself")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
             "FullyShardedDataParallel hides the shapes of its parameters: use FSDP2, "
             "torch.distributed.fsdp.fully_shard"
         )
-    if not isinstance(model, nn.Module) or type(model).__name__ == "DeepSpeedEngine":
-        raise ConfigError(f"{type(model).__name__} is not supported: attach the nn.Module itself")
     return model
 
 
-def _check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer],
-    parameters: Mapping[str, Tensor],
-    masters: Mapping[str, Tensor],
-) -> None:
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer], known: Sequence[Tensor]) -> None:
     """Refuses an optimizer that moves tensors of its own, such as fp32 masters: it would copy them over
     the model at its next step and so undo every anchor."""
-    own = {id(masters.get(name, parameter)) for name, parameter in parameters.items()}
+    own = {id(tensor) for tensor in known}
     foreign = sum(
         id(tensor) not in own
         for optimizer in optimizers
         for group in optimizer.param_groups
         for tensor in group["params"]
-        if tensor.requires_grad or masters
     )
     if foreign:
         raise ConfigError(

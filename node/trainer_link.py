@@ -24,6 +24,7 @@ from node.edge_messages import (
     Follow,
     Hello,
     Message,
+    Refused,
     decode,
     encode,
 )
@@ -53,6 +54,7 @@ class TrainerLink:
         self._listener.listen(_BACKLOG)
         self._connection: socket.socket | None = None
         self._greeters: dict[str, socket.socket] = {}  # whose Hello waits to be answered
+        self._incarnation = ""
         self._descriptors: Sequence[int] = ()
 
     async def run(self, on_message: OnMessage) -> None:
@@ -67,12 +69,13 @@ class TrainerLink:
         try:
             async for message in _messages(connection):
                 if isinstance(message, Follow):
-                    answer = Buffers(len(self._descriptors))
-                    await _send(connection, answer, self._descriptors)
+                    await self._serve_follower(connection, message)
                     continue
                 if isinstance(message, Hello):
                     self._greeters[message.incarnation] = connection
                 on_message(message)
+        except ConnectionResetError:
+            pass  # the end of a process that had not read all of ours
         except (OSError, ValueError) as error:
             log.error("trainer_link", reason=str(error))
         finally:
@@ -82,8 +85,15 @@ class TrainerLink:
                 self._connection = None
                 on_message(None)
 
+    async def _serve_follower(self, connection: socket.socket, message: Follow) -> None:
+        if message.incarnation == self._incarnation:
+            await _send(connection, Buffers(len(self._descriptors)), self._descriptors)
+        else:
+            await _send(connection, Refused("this daemon serves another trainer"))
+
     def turn_to(self, incarnation: str) -> None:
         """From now on `send` speaks to the trainer that said Hello as `incarnation`, if it is still there."""
+        self._incarnation = incarnation
         self._connection = self._greeters.pop(incarnation, None)
 
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:

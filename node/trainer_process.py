@@ -52,7 +52,7 @@ class TrainerProcess:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *launcher,
-                env={**os.environ, "PYTHONSAFEPATH": "1", **self._environment},
+                env={**os.environ, **self._environment},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -86,5 +86,9 @@ class TrainerProcess:
 def _last_line(path: Path) -> str:
     """The line that says why: the last one that names an error, else the last one."""
     lines = [line for line in path.read_text(errors="replace").splitlines()[-200:] if line.strip()]
-    named = [line for line in lines if "Error:" in line or line.startswith("error:")]
+    named = [
+        line
+        for line in lines
+        if ("Error:" in line and "ChildFailedError" not in line) or line.startswith("error:")
+    ]
     return (named or lines or ["no output"])[-1].strip()[:500]

@@ -68,7 +68,11 @@ class Training:
             "ATOLL_SOCKET": self._daemon.trainer_socket,
             "OMP_NUM_THREADS": str(site.island.threads),
             "PYTHONUNBUFFERED": "1",
+            # Else torchrun's ranks that start again find the dead ones' addresses in its store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
+        if not site.command:
+            environment["PYTHONSAFEPATH"] = "1"
         if not isinstance(self._described.spec.model, OwnModel):
             write_atomically(site.trainer_settings, self._settings(mesh))
             environment["ATOLL_TRAINER_SETTINGS"] = str(site.trainer_settings)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from node.edge_link import EdgeLink
-from node.edge_messages import Buffers, Follow, GoOn, Hello, Message, Stop, encode
+from node.edge_messages import Buffers, Follow, GoOn, Hello, Message, Refused, Stop, encode
 from node.shared_buffer import SharedBuffer
 from node.trainer_link import TrainerLink
 from protocol.layout import TensorLayout
@@ -101,7 +101,7 @@ async def test_ranks_that_follow_share_the_memory_of_the_first(tmp_path: Path) -
         ranks = [first]
         for rank in (1, 2):
             client = desk.client()
-            client.send(Follow(rank))
+            client.send(Follow(rank, "life"))
             assert await received(client) == Buffers(3)
             ranks.append(client)
         seen = [
@@ -128,12 +128,23 @@ async def test_more_descriptors_than_one_call_takes_arrive_in_order(tmp_path: Pa
     async with at_work(tmp_path) as desk:
         await desk.present("life", GoOn(0, 1, 0), [buffer.fd for buffer in buffers])
         follower = desk.client()
-        follower.send(Follow(1))
+        follower.send(Follow(1, "life"))
         assert await received(follower) == Buffers(450)
         taken = [SharedBuffer.open(fd, VALUES) for fd in follower.take_descriptors(450)]
         assert [int(buffer.values[0]) for buffer in taken] == list(range(450))
         for buffer in (*buffers, *taken):
             buffer.close()
+
+
+@in_a_loop
+async def test_a_rank_of_another_trainer_gets_no_memory(tmp_path: Path) -> None:
+    buffer = SharedBuffer.create("test", VALUES)
+    async with at_work(tmp_path) as desk:
+        await desk.present("life", GoOn(0, 1, 0), [buffer.fd])
+        stranger = desk.client()
+        stranger.send(Follow(1, "another life"))
+        assert await received(stranger) == Refused("this daemon serves another trainer")
+        buffer.close()
 
 
 @in_a_loop
@@ -189,7 +200,7 @@ async def test_a_trainer_that_has_gone_before_its_answer_is_not_answered(tmp_pat
         b'{"type":"Launch"}\n',
         b"\xff\xfe\n",
         b"[" * 100_000 + b"\n",
-        encode(Follow(1))[:-2] + b"\n",
+        encode(Follow(1, "life"))[:-2] + b"\n",
     ],
     ids=["http", "empty", "list", "fields missing", "unknown", "not text", "deep", "cut off"],
 )

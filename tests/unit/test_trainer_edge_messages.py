@@ -30,7 +30,7 @@ MESSAGES: list[Message] = [
     ),
     Boundary(1, "life", 0, 5, 640, 5, 2.5, 0.25, 0.0),
     Boundary(1, "life", 0, 5, 640, 5, None, 1, 0, (0.5, 0.75), {"forward": 0.25}, 2),
-    Follow(3),
+    Follow(3, "life"),
     Buffers(6),
     Applied(0, 3, 1),
     Evaluation(3, 1.75),
