@@ -5,13 +5,17 @@ STAMP := $(VENV)/.installed
 PROTOS := protocol/atoll_records.proto protocol/atoll_coordinator.proto protocol/atoll_peer.proto
 PROTOC = $(PY) -m grpc_tools.protoc -I. --plugin=protoc-gen-mypy=$(VENV)/bin/protoc-gen-mypy
 
-.PHONY: demo test check setup proto clean
+.PHONY: demo test soak check setup proto clean
 
 demo: setup
 	$(VENV)/bin/atoll demo --json atoll-demo.json
 
 test: setup
 	$(PY) -m pytest -q
+
+# The long versions: minutes each, every test on its own, so a run that was cut off goes on with `-k`.
+soak: setup
+	$(PY) -m pytest -v tests/soak
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -226,7 +226,7 @@ class Daemon:
                 tokens = self._desk.tokens_at.pop(round_, self.state.chain.committed_tokens)
                 self._desk.loss = loss
                 self._events.write("evaluation", round=round_, tokens=tokens, loss=loss)
-            case None if not self.finished.is_set():
+            case None if not self._desk.dismissed:
                 self._events.write("trainer_lost")
                 log.warning("trainer_lost", log=str(self._site.trainer_log))
             case _:

@@ -113,10 +113,10 @@ class Gpt(nn.Module):
     def make_mlp(self) -> nn.Module:
         return Mlp(self.shape.width)
 
-    def reset_buffers(self) -> None:
-        """Makes the rotary table, on the device the old one is on."""
+    def reset_buffers(self, device: torch.device | None = None) -> None:
+        """Makes the rotary table, on `device` or where the old one is."""
         cos, sin = rotary_table(self.shape.context, self.shape.width // self.shape.heads)
-        self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
+        self.cos, self.sin = (x.to(device or self.cos.device) for x in (cos, sin))
 
     def _start(self, depth: int) -> None:
         for name, parameter in self.named_parameters():

@@ -79,7 +79,9 @@ class InnerCheckpoint:
         for folder in self._complete():
             fault = self._try(folder)
             if self._agreed(fault is None):
-                return int(folder.name.removeprefix("step-"))
+                steps = int(folder.name.removeprefix("step-"))
+                log.info("inner_checkpoint_taken_up", steps=steps)
+                return steps
             log.warning(
                 "inner_checkpoint_unusable", folder=str(folder), reason=fault or "elsewhere"
             )

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from node.crew import muster
 from node.gpt import Gpt, cross_entropy
 from node.host_group import HostGroup
+from node.moe import MixtureOfExperts
 from node.parallel import Part
 from node.parameters import hold
 from node.pipeline import Pipeline
@@ -46,6 +47,7 @@ class InnerStep:
         self._part, self._optimizers = part, optimizers
         self._clip, self._microbatch = clip or math.inf, microbatch
         self._parameters = [p for p in part.module.parameters() if p.requires_grad]
+        self._routed = [m for m in part.module.modules() if isinstance(m, MixtureOfExperts)]
         self._device = device
         self._pipeline = None
         if part.size("pipeline") > 1:
@@ -71,9 +73,11 @@ class InnerStep:
         total: Tensor | None = None
         for number, (x, y) in enumerate(pieces):
             self._exchange_gradients(number == len(pieces) - 1)
+            weight = len(x) / len(inputs)
+            for layer in self._routed:
+                layer.share = weight * share
             with self._timed(_FORWARD):
                 loss = cross_entropy(logits_of(self._part.module(x)), y)
-            weight = len(x) / len(inputs)
             with self._timed(_BACKWARD):
                 (loss * (weight * share)).backward()
             mine = _local(loss.detach()) * weight

@@ -110,11 +110,7 @@ def check_mesh(mesh: Mesh, model: BuiltInModel, inner: Inner) -> None:
     for a, b in REFUSED:
         if getattr(mesh, a) > 1 and getattr(mesh, b) > 1:
             raise ConfigError(f"island.mesh: {a} and {b} do not go together: set one of them to 1")
-    batches = {"inner.batch_size": inner.batch_size} | {
-        f"inner.batch_ramp[{i}].batch_size": phase.batch_size
-        for i, phase in enumerate(inner.batch_ramp)
-    }
-    for key, samples in batches.items():
+    for key, samples in _batch_sizes(inner).items():
         _divides("replicate x shard x expert", mesh.batch_shards, key, samples)
     _divides("context", mesh.context, "model.context", model.context)
     if isinstance(model, HfModel):
@@ -127,6 +123,34 @@ def check_mesh(mesh: Mesh, model: BuiltInModel, inner: Inner) -> None:
             f"island.mesh.pipeline = {mesh.pipeline} is more than model.depth = {model.depth}"
         )
     _check_mlp(mesh, model)
+
+
+def _batch_sizes(inner: Inner) -> dict[str, int]:
+    return {"inner.batch_size": inner.batch_size} | {
+        f"inner.batch_ramp[{i}].batch_size": phase.batch_size
+        for i, phase in enumerate(inner.batch_ramp)
+    }
+
+
+def check_microbatch(mesh: Mesh, inner: Inner, microbatch: int | None) -> None:
+    """Raises ConfigError naming island.microbatch if a pipeline cannot run every batch of the run."""
+    if mesh.pipeline > 1:
+        for samples in _batch_sizes(inner).values():
+            microbatches(samples // mesh.batch_shards, microbatch, mesh.pipeline)
+
+
+def microbatches(samples: int, microbatch: int | None, stages: int) -> int:
+    """How many a rank's samples are cut into; by default as many as stages.
+
+    Raises ConfigError if they are not of equal size, or fewer than stages: some would only ever wait.
+    """
+    size = microbatch or max(1, samples // stages)
+    if samples % size or samples // size < stages:
+        raise ConfigError(
+            f"island.microbatch = {size}: cuts a rank's {samples} samples into {samples / size:g} "
+            f"microbatches; a pipeline of {stages} stages needs at least as many, of equal size"
+        )
+    return samples // size
 
 
 def _check_mlp(mesh: Mesh, model: GptModel) -> None:

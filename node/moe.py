@@ -7,7 +7,8 @@ rank's part of them is a slice of the whole tensor.
 
 Balance loss (Switch Transformer, equation 4): E * sum over experts of f * p, f = fraction of the choices that
 fell on the expert, p = mean of its probability. f is counted over all ranks that hold different tokens, and
-only p has a gradient, so the mean of the ranks' gradients is that of one process.
+only p has a gradient, so the mean of the ranks' gradients is that of one process. With microbatches f is counted
+in each one by itself: the one thing in a step that depends on how the batch is cut.
 
 Shapes: N tokens of this rank, W width, E experts, K experts per token, F expert width.
 """
@@ -35,8 +36,7 @@ from protocol.spec import MoeModel
 class AddLoss(torch.autograd.Function):
     """Passes `x` through; the backward also sends gradient 1 into `loss`.
 
-    So a layer adds its own loss wherever the model is cut, and it is averaged over microbatches and ranks as
-    the gradients are.
+    So a layer adds its own loss wherever the model is cut, and it is averaged over ranks as the gradients are.
     """
 
     @staticmethod
@@ -93,10 +93,12 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """`axis` = expert axis of the mesh, `data_group` = all ranks with tokens of their own."""
+    """`axis` = expert axis of the mesh, `data_group` = all ranks with tokens of their own, `share` = what the
+    tokens of the next forward count for in this rank's mean loss."""
 
     axis: DeviceMesh | None = None
     data_group: Any = None
+    share = 1.0
 
     def __init__(self, shape: MoeModel) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class MixtureOfExperts(nn.Module):
         mixed = back.unflatten(0, chosen.shape) * weights.unsqueeze(-1).to(back.dtype)
         out = mixed.sum(1).view_as(x)
         loss = self._balance_loss(probabilities, counts)
-        return AddLoss.apply(out, loss * self.shape.balance)  # type: ignore[no-any-return, no-untyped-call]
+        return AddLoss.apply(out, loss * (self.shape.balance * self.share))  # type: ignore[no-any-return, no-untyped-call]
 
     def _balance_loss(self, probabilities: Tensor, counts: Tensor) -> Tensor:
         everywhere = counts.float()

@@ -80,7 +80,7 @@ def part_of(model: nn.Module, island: IslandSettings, device: torch.device) -> P
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device="cpu" if island.offload else device)
         if isinstance(model, Gpt):
-            model.reset_buffers()
+            model.reset_buffers(device)
     elif not island.offload:
         model.to(device)
     return Part(model, mesh, island.compute)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
+from node.mesh import microbatches
 from node.parallel import Part
-from protocol.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,20 +43,16 @@ class Pipeline:
     def gradients(self, inputs: Tensor, targets: Tensor, microbatch: int | None) -> Tensor | None:
         """Adds this batch's mean gradient to the stage's; returns the mean loss, on the last stage.
 
-        Raises ConfigError if there are fewer microbatches than stages: some would only ever wait.
+        Raises ConfigError as `microbatches` does.
         """
         samples = len(inputs)
-        count = samples // microbatch if microbatch else self._stages
-        if count < self._stages or samples % count:
-            raise ConfigError(
-                f"island.microbatch: {samples} samples make {count} microbatches for "
-                f"{self._stages} pipeline stages: make them equal parts, at least as many as stages"
-            )
+        count = microbatches(samples, microbatch, self._stages)
         losses: list[Tensor] = []
         self._schedule(samples, count).step(
             *((inputs,) if self._first else ()),
             target=targets if self._last else None,
             losses=losses if self._last else None,
+            return_outputs=False,
         )
         return torch.stack([_local(loss) for loss in losses]).mean() if losses else None
 

@@ -24,6 +24,7 @@ from node.batches import Batches, Slice, held_out_batches
 from node.inner import build_optimizers, lr_at
 from node.inner_checkpoint import InnerCheckpoint
 from node.inner_step import InnerStep
+from node.mesh import check_microbatch
 from node.model import build_model, build_without_values
 from node.parallel import part_of
 from node.parameters import trained_parameters
@@ -47,6 +48,7 @@ class Trainer:
     def __init__(self, settings: TrainerSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         model, island = settings.model, settings.island
+        check_microbatch(island.mesh, settings.inner, island.microbatch)
         whole = build_without_values(model)
         self.values = sum(p.numel() for p in trained_parameters(whole).values())
         self.part = part_of(whole, island, device)
@@ -81,10 +83,12 @@ class Trainer:
             max(1, settings.inner.batch_size // self.mine.batch_shards),
             self.mine,
         )
+        self.part.module.eval()  # a Hugging Face model may have dropout
         for inputs, targets, counted in batches:
             loss = self.inner_step.loss(self._here(inputs), self._here(targets))
             if loss is not None:
                 totals += torch.tensor([loss.item() * counted, counted])
+        self.part.module.train()
         if dist.is_initialized() and dist.get_world_size() > 1:
             everywhere = totals.float().to(self.device)
             dist.all_reduce(everywhere)

@@ -56,6 +56,7 @@ class TrainerDesk:
         self.waiting: Boundary | None = None
         self.totals: Boundary | None = None
         self.loss: float | None = None
+        self.dismissed = False  # the present trainer has been told that the run is over
         self.tokens_at: dict[int, int] = {}  # of rounds whose evaluation is asked for
         self._steps_before = 0
 
@@ -70,6 +71,7 @@ class TrainerDesk:
             return difference
         chain, replica = self._state.chain, self._state.replica
         self.waiting = self.totals = None
+        self.dismissed = False
         self._steps_before = chain.steps_of(self._me)
         self.handover.begin(hello.incarnation, self._steps_before, list(replica.rounds))
         for number, buffers in enumerate(self._buffers):
@@ -170,7 +172,7 @@ class TrainerDesk:
         # Work that missed its round is offered to the next one at once, not after another H steps.
         carried = ref == "anchor" and self._state.fragment_of(self._next_round) == number
         steps = self._state.inner_steps(self._next_round)
-        self.waiting = None
+        self.waiting, self.dismissed = None, last
         if ref == "reset":
             self._note("work_lost", round=record.slot, fragment=number)
             log.warning("work_lost", round=record.slot)
@@ -201,7 +203,7 @@ class TrainerDesk:
         )
 
     async def stop(self, reason: str) -> None:
-        self.waiting = None
+        self.waiting, self.dismissed = None, True
         await self._link.send(Stop(reason))
 
     def close(self) -> None:

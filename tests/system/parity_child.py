@@ -134,8 +134,16 @@ def mean_of_ranks(loss: torch.Tensor | None) -> float:
     return float(totals[0] / totals[1])
 
 
-def run(case: Case) -> dict[str, Any]:
-    alone = train(case, settings_of(case, {}, {}), everywhere=False)
+def alone_of(case: Case, known: dict[str, Trained]) -> Trained:
+    """One process: the same for all meshes of one model and optimizer."""
+    key = json.dumps([case.model, case.inner])
+    if key not in known:
+        known[key] = train(case, settings_of(case, {}, {}), everywhere=False)
+    return known[key]
+
+
+def run(case: Case, known: dict[str, Trained]) -> dict[str, Any]:
+    alone = alone_of(case, known)
     together = train(case, settings_of(case, case.mesh, case.island), everywhere=True)
     start = dict(build_model(together.trainer.settings.model, 3).named_parameters())
     weights = trained_parameters(alone.trainer.part.module)
@@ -169,8 +177,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cases = four_rank_cases() if dist.get_world_size() == 4 else eight_rank_cases()
+    known: dict[str, Trained] = {}
     for case in cases:
-        result = run(case)
+        result = run(case, known)
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
     dist.destroy_process_group()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from node.mesh import AXES, Mesh, check_mesh, parse_mesh
+from node.mesh import AXES, Mesh, check_mesh, check_microbatch, microbatches, parse_mesh
 from protocol.errors import ConfigError
-from protocol.spec import BuiltInModel, GptModel, HfModel, Inner, MoeModel
+from protocol.spec import BatchPhase, BuiltInModel, GptModel, HfModel, Inner, MoeModel
 
 GPT = GptModel(width=64, depth=2, heads=4, context=64)
 MOE = MoeModel(width=64, depth=2, heads=4, context=64, experts=6)
@@ -83,3 +83,28 @@ def test_every_phase_of_a_batch_ramp_is_checked() -> None:
 def test_what_fits_is_let_through() -> None:
     check_mesh(Mesh(replicate=2, shard=2, tensor=2, pipeline=2), GPT, Inner(batch_size=8))
     check_mesh(Mesh(replicate=2, expert=2, shard=2), MOE, Inner(batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("samples", "microbatch", "stages", "count"),
+    [(8, None, 4, 4), (8, None, 2, 2), (8, 1, 4, 8), (6, None, 4, 6), (6, 3, 2, 2)],
+)
+def test_a_pipeline_cuts_a_ranks_samples_into_equal_microbatches(
+    samples: int, microbatch: int | None, stages: int, count: int
+) -> None:
+    assert microbatches(samples, microbatch, stages) == count
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "ramp", "microbatch"),
+    [(8, (), 4), (8, (), 3), (4, (), None), (16, (4,), None), (16, (8,), 2)],
+    ids=["too few", "unequal", "fewer samples than stages", "ramp", "ramp with size"],
+)
+def test_microbatches_that_a_pipeline_cannot_run_are_refused(
+    batch_size: int, ramp: tuple[int, ...], microbatch: int | None
+) -> None:
+    phases = tuple(BatchPhase(until_tokens=1 + i, batch_size=size) for i, size in enumerate(ramp))
+    inner = Inner(batch_size=batch_size, batch_ramp=phases)
+    with pytest.raises(ConfigError, match=r"^island\.microbatch = \d+: cuts a rank's"):
+        check_microbatch(Mesh(pipeline=4, shard=2), inner, microbatch)
+    check_microbatch(Mesh(shard=2), inner, microbatch)

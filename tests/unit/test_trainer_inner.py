@@ -63,6 +63,31 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_one_rank_computes_the_bits_of_a_plain_loop(clip: float) -> None:
+    shape, inner = GptModel(width=16, depth=1, heads=2, context=8), Inner(clip=clip)
+    tokens = torch.randint(256, (5, 4, 9), generator=torch.Generator().manual_seed(0))
+    ours, plain = build_model(shape, 0), build_model(shape, 0)
+    step = InnerStep(
+        Part(ours, None, "fp32"), build_optimizers(ours, inner), clip, None, torch.device("cpu")
+    )
+    [optimizer] = build_optimizers(plain, inner)
+    for batch in tokens:
+        loss = step.gradients(batch[:, :-1], batch[:, 1:])
+        assert step.apply(inner.lr)
+        logits = plain(batch[:, :-1])
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss is not None
+        assert torch.equal(loss, expected.detach())
+        assert step.norm == norm.item()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_microbatches_add_up_to_the_gradient_of_the_batch() -> None:
     shape = GptModel(width=16, depth=1, heads=2, context=8)
     tokens = torch.randint(256, (6, 9), generator=torch.Generator().manual_seed(0))

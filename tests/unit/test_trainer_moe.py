@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as functional
 
 from node.gpt import cross_entropy
+from node.inner import build_optimizers
+from node.inner_step import InnerStep
 from node.model import build_model
 from node.moe import MixtureOfExperts
-from protocol.spec import MoeModel
+from node.parallel import Part
+from protocol.spec import Inner, MoeModel
 
 torch.set_num_threads(1)
 
@@ -78,6 +81,25 @@ def test_the_balance_loss_is_weighted_as_the_spec_says() -> None:
         made(torch.randn(2, 5, 8)).mul(0.0).sum().backward()
         gradients.append(made.router.weight.grad)
     torch.testing.assert_close(gradients[1], 2 * gradients[0])
+
+
+@pytest.mark.parametrize(("microbatch", "share"), [(2, 1.0), (None, 0.5), (2, 0.5)])
+def test_the_balance_loss_counts_once_however_the_step_is_cut(
+    microbatch: int | None, share: float
+) -> None:
+    """Both microbatches hold the same samples: then the fractions of the choices are the batch's."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (2, 9), generator=generator).repeat(2, 1)
+    found = []
+    for pieces, part in ((None, 1.0), (microbatch, share)):
+        model = build_model(SHAPE, 0)
+        optimizers = build_optimizers(model, Inner())
+        step = InnerStep(Part(model, None, "fp32"), optimizers, 0.0, pieces, torch.device("cpu"))
+        for _ in range(round(1 / part)):
+            step.gradients(tokens[:, :-1], tokens[:, 1:], share=part)
+        found.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_one_seed_makes_one_model_and_it_learns() -> None:
