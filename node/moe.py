@@ -7,8 +7,8 @@ rank's part of them is a slice of the whole tensor.
 
 Balance loss (Switch Transformer, equation 4): E * sum over experts of f * p, f = fraction of the choices that
 fell on the expert, p = mean of its probability. f is counted over all ranks that hold different tokens, and
-only p has a gradient, so the mean of the ranks' gradients is that of one process. With microbatches f is counted
-in each one by itself: the one thing in a step that depends on how the batch is cut.
+only p has a gradient, so the mean of the ranks' gradients is that of one process. With microbatches f is
+counted in each one by itself: the one thing in a step that depends on how the batch is cut.
 
 Shapes: N tokens of this rank, W width, E experts, K experts per token, F expert width.
 """
