@@ -16,7 +16,7 @@ from node.coordinator_client import CoordinatorClient
 from node.daemon import Daemon
 from node.events import Events
 from node.journal import Journal
-from node.mesh import check_mesh
+from node.mesh import check_mesh, check_microbatch
 from node.metered_transport import MeteredTransport
 from node.site import Site
 from node.text import check_text
@@ -53,6 +53,7 @@ async def join(site: Site, transport: Transport) -> Daemon:
             if not site.command:
                 spec = described.spec
                 check_mesh(site.island.mesh, spec.built_in_model, spec.inner)
+                check_microbatch(site.island.mesh, spec.inner, site.island.microbatch)
                 check_text(described.spec, site.tokenizer, site.cache, site.text)
             state, missing = await prepare_state(metered, described, site, journal)
             link = TrainerLink(site.state)

@@ -34,6 +34,7 @@ from node.text import Tokens, load_tokens, split_tokens
 from protocol.errors import AtollError, ConfigError
 
 CPU = torch.device("cpu")
+_SEED_STEP = 1_000_003
 
 
 def token_stream(settings: TrainerSettings) -> Tokens:
@@ -56,6 +57,9 @@ class Trainer:
         self.inner_step = InnerStep(
             self.part, self.optimizers, settings.inner.clip, island.microbatch, device
         )
+        # Dropout: other masks on ranks with other samples, the same where ranks share them.
+        own = settings.index * island.mesh.batch_shards + self.part.batch_shard
+        torch.manual_seed(settings.seed + _SEED_STEP * own)
         self.mine = Slice(
             self.part.batch_shard,
             island.mesh.batch_shards,
@@ -167,7 +171,7 @@ def process_group(settings: TrainerSettings) -> Iterator[torch.device]:
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = "nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"  # offloaded tensors meet on the host
     if ranks > 1:
         dist.init_process_group(backend)
     elif island.wraps_one_rank:
