@@ -22,13 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,
-    all_to_all_single_autograd,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from node.all_to_all import exchange
 from node.gpt import Gpt
 from protocol.spec import MoeModel
 
@@ -149,11 +146,11 @@ class MixtureOfExperts(nn.Module):
         outgoing = counts.view(ranks, -1).sum(1).tolist()
         per_source = received.view(ranks, -1)  # [source, my expert]
         incoming = per_source.sum(1).tolist()
-        arrived = _exchange(sent, incoming, outgoing, group)
+        arrived = exchange(sent, incoming, outgoing, group)
         regroup = _by_expert(per_source)
         done = self.experts(arrived[regroup], per_source.sum(0).tolist())
         home = torch.empty_like(done).index_copy(0, regroup, done)
-        return _exchange(home, outgoing, incoming, group)
+        return exchange(home, outgoing, incoming, group)
 
 
 def _by_expert(per_source: Tensor) -> Tensor:
@@ -161,11 +158,6 @@ def _by_expert(per_source: Tensor) -> Tensor:
     sources, experts = per_source.shape
     expert_of = torch.arange(experts).repeat(sources).repeat_interleave(per_source.flatten().cpu())
     return expert_of.to(per_source.device).argsort(stable=True)
-
-
-def _exchange(x: Tensor, incoming: list[int], outgoing: list[int], group: Any) -> Tensor:
-    out = all_to_all_single_autograd(x.contiguous(), incoming, outgoing, group)
-    return out.wait() if isinstance(out, AsyncCollectiveTensor) else out
 
 
 class Moe(Gpt):

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch.nn.functional as functional
 from torch import Tensor
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor,
-    all_to_all_single_autograd,
-)
 from torch.distributed.device_mesh import DeviceMesh
+
+from node.all_to_all import exchange
 
 
 class Context:
@@ -48,11 +46,5 @@ class Context:
 
     def _exchange(self, x: Tensor) -> Tensor:
         """x[c] goes to rank c; out[c] came from rank c."""
-        rows = x.contiguous().flatten(0, 1)
         split = [x.shape[1]] * self.size
-        out = all_to_all_single_autograd(rows, split, split, self._group)
-        return _arrived(out).view_as(x)
-
-
-def _arrived(x: Tensor) -> Tensor:
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        return exchange(x.flatten(0, 1), split, split, self._group).view(x.shape)
