@@ -14,7 +14,7 @@ import pytest
 
 CHILD = Path(__file__).with_name("edge_child.py")
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 110
+PATIENCE_S = 240
 
 MESHES = [
     "replicated",

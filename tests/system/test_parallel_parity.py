@@ -50,7 +50,7 @@ def results() -> dict[str, dict[str, Any]]:
         [sys.executable, "-P", *TORCHRUN, "--nproc-per-node=4", str(CHILD)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

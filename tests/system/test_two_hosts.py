@@ -67,7 +67,7 @@ def digests(name: str, *command: str) -> list[str]:
         address = next(line for line in start.stdout if "atoll join" in line).split()[2]
         words = ["join", address, "--name", name, "--mesh", "shard=2", *command]
         processes.append(subprocess.Popen(atoll(*words), stderr=subprocess.DEVNULL))
-        assert processes[1].wait(60) == 0
+        assert processes[1].wait(150) == 0
         assert start.wait(30) == 0
     finally:
         for process in processes:
