@@ -18,7 +18,7 @@ from node.settings import TrainerSettings
 from node.shards import shard_of, view_of
 from node.trainer import Trainer
 
-STEPS, LR, CPU = 5, 0.5, torch.device("cpu")
+STEPS, LR, CPU = 3, 0.5, torch.device("cpu")
 GPT = {"width": 32, "depth": 2, "heads": 4, "context": 16}
 DEEP = GPT | {"depth": 4}
 MOE = {"recipe": "moe", **GPT, "experts": 4, "expert_width": 16, "balance": 0.1}
