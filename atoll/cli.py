@@ -142,7 +142,7 @@ def join(
     site = Site(
         name=name,
         coordinator=address,
-        state=state or Path("runs") / name,
+        state=(state or Path("runs") / name).absolute(),  # a script may change its directory
         cache=cache_directory(),
         listen=listen,
         advertise=advertise,

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from atoll.framework import SkipWatch
@@ -66,10 +67,10 @@ class AtollCallback(Callback):
         if not self.island.attached:
             return
         if not isinstance(self._tokens, int):
-            self._counted += self._tokens(batch) * _data_parallel_ranks(trainer)
+            self._counted += self._tokens(batch)
         if trainer.global_step == self._global_step:
             return  # accumulating
-        tokens = self._tokens if isinstance(self._tokens, int) else self._counted
+        tokens = self._tokens if isinstance(self._tokens, int) else self._everywhere(trainer)
         self._global_step, self._counted = trainer.global_step, 0
         if self._watch.skipped():
             self.island.skipped += 1
@@ -78,6 +79,12 @@ class AtollCallback(Callback):
         self._report_if_asked(pl_module)
         if self.island.should_stop:
             trainer.should_stop = True
+
+    def _everywhere(self, trainer: Trainer) -> int:
+        """Tokens of this step on all ranks, the same number on each; ranks that share a batch count once."""
+        own = torch.tensor(self._counted, device=trainer.strategy.root_device)
+        total = int(trainer.strategy.reduce(own, reduce_op="sum"))
+        return total * _data_parallel_ranks(trainer) // trainer.world_size
 
     def _report_if_asked(self, pl_module: LightningModule) -> None:
         if self.island.evaluate_now and self._evaluate is not None:

@@ -37,13 +37,12 @@ PEAK_BF16_FLOPS = {
 }
 
 
-def flops_per_token(model: BuiltInModel, values: int) -> float:
-    """`values` = trained parameters of the whole model."""
+def flops_per_token(model: BuiltInModel, values: int, tied: bool = False) -> float:
+    """`values` = trained parameters of the whole model; `tied` = its embedding is also its head."""
     if isinstance(model, HfModel):
         config = json.loads(model.config)
         width = config.get("hidden_size") or config.get("n_embd") or 0
         depth = config.get("num_hidden_layers") or config.get("n_layer") or 0
-        tied = config.get("tie_word_embeddings", False)
         embedding = 0 if tied else model.vocab_size * width
         return 6.0 * (values - embedding) + 12.0 * depth * width * model.context
     visited = values - model.vocab_size * model.width - _idle_expert_values(model)
@@ -58,9 +57,9 @@ def _idle_expert_values(model: GptModel) -> int:
 
 
 def figures_of(
-    model: BuiltInModel, values: int, island: IslandSettings, device: torch.device
+    model: BuiltInModel, values: int, tied: bool, island: IslandSettings, device: torch.device
 ) -> Figures:
-    return Figures(flops_per_token(model, values), island.peak_flops or peak_flops(device))
+    return Figures(flops_per_token(model, values, tied), island.peak_flops or peak_flops(device))
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -17,7 +17,9 @@ the same `should_stop`, `steps` and `progress_tokens`, which never goes back.
 from __future__ import annotations
 
 import math
+import operator
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from torch import Tensor
 from node.edge import Edge, Figures
 from node.edge_messages import Apply, Boundary, Evaluation, GoOn
 from node.inner import lr_at
+from node.launcher import die_with_parent
 from node.parameters import Models, Optimizers, hold
 from protocol.spec import Inner
 
@@ -60,6 +63,9 @@ def attach(
     path = os.environ.get(VARIABLE)
     if not path:
         return Island(None)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun starts ranks in sessions of their own: without it they would train on, unseen.
+        die_with_parent(signal.SIGKILL)
     return Island(Edge(path, hold(model, optimizer, masters, ties), figures or Figures()))
 
 
@@ -138,7 +144,7 @@ class Island:
             loss: of this step, this rank's own; read only at an edge. Ranks without one leave it out.
         """
         self.steps += 1
-        self._tokens += tokens
+        self._tokens += operator.index(tokens)
         self.evaluate_now = False
         while self._edge is not None and self.steps >= self._next_edge_step:
             self._meet(self._edge, loss)
@@ -156,7 +162,8 @@ class Island:
             self._least_progress_tokens = self.progress_tokens
             self._committed_tokens, self._islands = answer.committed_tokens, answer.islands
             self._tokens_at_apply = self._tokens
-            self.round, self.evaluate_now = answer.round, answer.evaluate
+            self.round = answer.round
+            self.evaluate_now = self.evaluate_now or answer.evaluate
         if isinstance(answer, GoOn) or (isinstance(answer, Apply) and not answer.last):
             self._next_edge_step = answer.next_edge_step
             self._next_fragment = answer.next_fragment
@@ -202,11 +209,12 @@ class Island:
         if self._edge is not None:
             self._edge.take_anchor()
 
-    def report_evaluation(self, loss: float) -> None:
-        """Reports the held-out loss on the anchor of `round`; rank 0's counts."""
+    def report_evaluation(self, loss: Tensor | float) -> None:
+        """Reports the held-out loss on the anchor of `round`; rank 0's counts, if it is finite."""
         self.evaluate_now = False
-        if self._edge is not None:
-            self._edge.report(Evaluation(self.round, loss))
+        value = float(loss)
+        if self._edge is not None and math.isfinite(value):
+            self._edge.report(Evaluation(self.round, value))
 
     def close(self) -> None:
         if self._edge is not None:

@@ -216,6 +216,8 @@ class Daemon:
                     flops_per_token=message.flops_per_token,
                     peak_flops=message.peak_flops,
                 )
+            case Boundary() if message.incarnation != self._desk.handover.incarnation:
+                pass  # of a trainer that another has replaced
             case Boundary():
                 self.stepped.set()
                 self.boundaries += 1

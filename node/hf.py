@@ -58,6 +58,14 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def ties_embedding(model: Any) -> bool:
+    """Whether a Hugging Face model's head is its embedding."""
+    if not hasattr(model, "get_output_embeddings"):
+        return False
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
 def tensor_plan(model: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     """Module name -> style, for `parallelize_module`. Raises ConfigError naming what does not fit."""
     config: Any = model.config

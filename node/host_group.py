@@ -18,6 +18,7 @@ from torch import Tensor
 
 from protocol.errors import ConfigError, TransportError
 
+_HOST = torch.device("cpu")  # whatever a script has made its default
 _NO_TIMEOUT = timedelta(days=3_650)
 
 
@@ -44,9 +45,13 @@ class HostGroup:
         """Rank 0's `data`, on every rank."""
         if self.size == 1:
             return data
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device=_HOST)
         self._call(dist.broadcast, size, 0)
-        buffer = _tensor_of(data) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        buffer = (
+            _tensor_of(data)
+            if self.rank == 0
+            else torch.empty(int(size), dtype=torch.uint8, device=_HOST)
+        )
         self._call(dist.broadcast, buffer, 0)
         return buffer.numpy().tobytes()
 
@@ -62,7 +67,7 @@ class HostGroup:
 
     def numbers(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's row of `values`, all of one length. Nobody returns before all have called."""
-        own = torch.tensor(values, dtype=torch.float64)
+        own = torch.tensor(values, dtype=torch.float64, device=_HOST)
         rows = [torch.empty_like(own) for _ in range(self.size)]
         if self.size == 1:
             rows = [own]
@@ -85,8 +90,6 @@ class HostGroup:
 
 
 def _tensor_of(data: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device=_HOST)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,15 @@ KEPT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+def _without_idle(wanted: Iterable[str], there: Container[str]) -> list[str]:
+    """Keys that are not there, but for parameters that have none there: they had no gradient yet."""
+    parts = [key.partition(".") for key in wanted]
+    known = {name for kind, _, name in parts if f"{kind}.{name}" in there}
+    return sorted(k for k in wanted if k not in there and k.partition(".")[2] in known) or (
+        [] if known else sorted(wanted)[:1]
+    )
+
+
 class InnerCheckpoint:
     """Of one rank's `model` and its `optimizers`; `folder` is one that all ranks see."""
 
@@ -69,6 +78,9 @@ class InnerCheckpoint:
             save_distributed(values, storage_writer=writer, **how)
         if self._rank == 0:
             shutil.rmtree(final, ignore_errors=True)
+            for later in self._complete():  # of a life whose steps were not all counted
+                if int(later.name.removeprefix("step-")) > steps:
+                    shutil.rmtree(later, ignore_errors=True)
             writing.rename(final)
             for old in self._complete()[KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -95,8 +107,9 @@ class InnerCheckpoint:
         reader = HuggingFaceStorageReader(str(folder))
         try:
             there = reader.read_metadata().state_dict_metadata
-            if missing := sorted(values.keys() - there.keys()):
+            if missing := _without_idle(values, there):
                 return f"it lacks {missing[0]}"
+            values = {key: value for key, value in values.items() if key in there}
             random = f"random.{self._rank}"
             if random in there:
                 values[random] = torch.get_rng_state()

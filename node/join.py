@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -106,13 +107,18 @@ async def _live(
         await _first(following, daemon.opened.wait(), daemon.finished.wait())
         if not daemon.finished.is_set():
             training = asyncio.create_task(trainer.run())
-            await _first(following, daemon.finished.wait(), _lasting(daemon, training))
-            await _first(following, asyncio.wait({training}, timeout=_FAREWELL_S))
+            await _first(
+                following, daemon.finished.wait(), _lasting(daemon, training, site.trainer_log)
+            )
+            await daemon.say_goodbye()
+            patience_s = None if site.command else _FAREWELL_S  # an own script may export at length
+            await _first(following, asyncio.wait({training}, timeout=patience_s))
             if training.done():
                 training.result()
             else:
                 log.warning("trainer_still_busy", waited_s=_FAREWELL_S)
-        await daemon.say_goodbye()
+        else:
+            await daemon.say_goodbye()
     finally:
         if not daemon.opened.is_set():
             await daemon.say_goodbye()  # stopped in the lobby: the run must not open with our ghost
@@ -124,13 +130,13 @@ async def _live(
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _lasting(daemon: Daemon, training: asyncio.Task[None]) -> None:
+async def _lasting(daemon: Daemon, training: asyncio.Task[None], log_path: Path) -> None:
     """Raises if the trainer fails, or ends long before its work is done."""
     await asyncio.shield(training)
     await asyncio.sleep(_EARLY_END_S)
     if daemon.state.chain.committed_tokens >= daemon.state.spec.target_tokens:
         await asyncio.Event().wait()  # the run's end waits for others
-    raise TrainerFailed("the trainer ended before the run did: see its log")
+    raise TrainerFailed(f"the trainer ended before the run did: see {log_path}")
 
 
 async def _first(following: asyncio.Task[None], *others: Coroutine[Any, Any, Any]) -> None:

@@ -10,8 +10,13 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def die_with_parent(sign: signal.Signals) -> None:
+    """Asks the kernel to send `sign` to this process when its parent ends, whatever ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sign)
+
+
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     os.execvp(sys.argv[1], sys.argv[1:])
 
 

@@ -144,7 +144,7 @@ def microbatches(samples: int, microbatch: int | None, stages: int) -> int:
 
     Raises ConfigError if they are not of equal size, or fewer than stages: some would only ever wait.
     """
-    size = microbatch or max(1, samples // stages)
+    size = microbatch or max((d for d in _divisors(samples) if samples // d >= stages), default=1)
     if samples % size or samples // size < stages:
         raise ConfigError(
             f"island.microbatch = {size}: cuts a rank's {samples} samples into {samples / size:g} "

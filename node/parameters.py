@@ -134,8 +134,9 @@ def _list(one_or_many: T | Sequence[T]) -> list[T]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Raises ConfigError, naming the wrapper, if it keeps the parameters to itself."""
-    if isinstance(model, DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        model = cast(nn.Module, inner)
     if not isinstance(model, nn.Module) or type(model).__name__ == "DeepSpeedEngine":
         raise ConfigError(f"{type(model).__name__} is not supported: attach the nn.Module itself")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

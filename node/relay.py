@@ -31,7 +31,7 @@ class Remote:
     def __init__(self, host: HostGroup, proxy: int, boxes: Mapping[str, Box], vectors: int) -> None:
         self._host, self._proxy = host, proxy
         size = sum(box.values for box in boxes.values())
-        self._flats = [torch.zeros(size) for _ in range(vectors)]
+        self._flats = [torch.zeros(size, dtype=torch.float32, device="cpu") for _ in range(vectors)]
         self.places = [_cut(flat, boxes) for flat in self._flats]
 
     def push(self) -> None:
@@ -56,7 +56,8 @@ class Proxy:
     ) -> None:
         self._host, self._remote = host, remote
         self._boxes, self._writes, self._shared = boxes, writes, shared
-        self._flat = torch.zeros(sum(box.values for box in boxes.values()))
+        size = sum(box.values for box in boxes.values())
+        self._flat = torch.zeros(size, dtype=torch.float32, device="cpu")
 
     def push(self) -> None:
         """What the remote rank is to write, into the shared snapshot."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, placement_types
 
 from node.tiling import Box, Shape, whole
 from protocol.errors import ConfigError
@@ -41,17 +40,32 @@ def shard_of(name: str, parameter: Tensor) -> Shard:
         return Shard(shape, whole(shape), parameter.detach())
     if any(placement.is_partial() for placement in parameter.placements):
         raise ConfigError(f"{name}: holds partial sums ({parameter.placements}): not supported")
-    local_shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    local = parameter.to_local().detach()
-    if tuple(local.shape) != tuple(local_shape):
+    box, local = _box_of(parameter), parameter.to_local().detach()
+    if tuple(local.shape) != box.shape:
         raise ConfigError(
-            f"{name}: its local tensor is {list(local.shape)} where {list(local_shape)} is expected"
+            f"{name}: its local tensor is {list(local.shape)} where {list(box.shape)} is expected"
         )
     if not local.numel():  # an empty piece may claim to begin past the end
         return Shard(shape, Box((0,) * len(shape), tuple(local.shape)), local)
-    return Shard(shape, Box(tuple(offset), tuple(local_shape)), local)
+    return Shard(shape, box, local)
+
+
+def _box_of(parameter: DTensor) -> Box:
+    """Plain shards cut first, in mesh order; strided ones, FSDP2's, cut what those have left."""
+    offset, size = [0] * parameter.dim(), list(parameter.shape)
+    placed = list(enumerate(parameter.placements))
+    strided = [
+        (axis, p) for axis, p in reversed(placed) if isinstance(p, placement_types._StridedShard)
+    ]
+    plain = [(axis, p) for axis, p in placed if type(p) is placement_types.Shard]
+    for axis, placement in plain + strided:
+        ranks = parameter.device_mesh.size(axis)
+        rank, dim = parameter.device_mesh.get_local_rank(axis), placement.dim
+        step = -(-size[dim] // ranks)
+        start = min(rank * step, size[dim])
+        offset[dim] += start
+        size[dim] = min(step, size[dim] - start)
+    return Box(tuple(offset), tuple(size))
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from torch import Tensor
 from node.accounting import figures_of
 from node.attach import VARIABLE, Island, attach
 from node.batches import Batches, Slice, held_out_batches
+from node.hf import ties_embedding
 from node.inner import build_optimizers, lr_at
 from node.inner_checkpoint import InnerCheckpoint
 from node.inner_step import InnerStep
@@ -52,6 +53,7 @@ class Trainer:
         check_microbatch(island.mesh, settings.inner, island.microbatch)
         whole = build_without_values(model)
         self.values = sum(p.numel() for p in trained_parameters(whole).values())
+        self.tied = ties_embedding(whole)
         self.part = part_of(whole, island, device)
         self.optimizers = build_optimizers(self.part.module, settings.inner)
         self.inner_step = InnerStep(
@@ -116,7 +118,7 @@ def train(settings: TrainerSettings, device: torch.device = CPU) -> Trainer:
     if VARIABLE not in os.environ:
         trainer.start_from_seed()
     checkpoint = _checkpoint(trainer)
-    figures = figures_of(settings.model, trainer.values, settings.island, device)
+    figures = figures_of(settings.model, trainer.values, trainer.tied, settings.island, device)
     with closing(attach(trainer.part.module, trainer.optimizers, figures=figures)) as island:
         if checkpoint is not None and island.first_step:
             checkpoint.load()
@@ -143,7 +145,7 @@ def _take_step(
     island.seconds |= {"data": data_s, **trainer.inner_step.seconds}
     island.step(tokens=batches.tokens_at(step), loss=loss)
     every = settings.island.checkpoint_rounds
-    if checkpoint is not None and island.round > round_ and island.round % every == 0:
+    if checkpoint is not None and island.round // every > round_ // every:
         checkpoint.save(island.steps)
 
 

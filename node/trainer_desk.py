@@ -116,6 +116,9 @@ class TrainerDesk:
 
     async def arrive(self, boundary: Boundary) -> None:
         """A trainer waits at its boundary."""
+        if self._state.chain.finished:
+            await self.stop("the run is finished")
+            return
         self.waiting = self.totals = boundary
         if boundary.loss is not None:
             self.loss = boundary.loss

@@ -14,6 +14,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -73,6 +74,8 @@ class TrainerLink:
                     continue
                 if isinstance(message, Hello):
                     self._greeters[message.incarnation] = connection
+                elif connection is not self._connection:
+                    continue  # of a trainer that another has replaced
                 on_message(message)
         except ConnectionResetError:
             pass  # the end of a process that had not read all of ours
@@ -94,7 +97,10 @@ class TrainerLink:
     def turn_to(self, incarnation: str) -> None:
         """From now on `send` speaks to the trainer that said Hello as `incarnation`, if it is still there."""
         self._incarnation = incarnation
-        self._connection = self._greeters.pop(incarnation, None)
+        old, self._connection = self._connection, self._greeters.pop(incarnation, None)
+        if old is not None:
+            with suppress(OSError):
+                old.shutdown(socket.SHUT_RDWR)  # an orphan that still trains ends at its next edge
 
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """To the present trainer; without one the message is dropped: the next one says Hello.

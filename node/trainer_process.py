@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,10 @@ from protocol.errors import TrainerFailed
 log = structlog.get_logger()
 
 _TERM_GRACE_S = 5.0
+_TAIL_BYTES = 1 << 16
+_ERROR = re.compile(
+    r"(\[\w+\]:)?\s*(error: |[\w.]*(Error|Exception|Lost|Broken|Mismatch|Failed): )"
+)
 _MONITOR_S = 0.1  # between torchrun's looks at its ranks
 
 
@@ -49,6 +54,7 @@ class TrainerProcess:
         output = os.open(
             self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
         )
+        began = os.fstat(output).st_size
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *launcher,
@@ -61,8 +67,10 @@ class TrainerProcess:
         finally:
             os.close(output)
         code = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # whatever it has left behind
         if code:
-            last = _last_line(self._log_path)
+            last = _last_line(self._log_path, began)
             raise TrainerFailed(
                 f"the trainer ended with code {code}: {last} (all of it: {self._log_path})"
             )
@@ -83,12 +91,12 @@ class TrainerProcess:
                 log.warning("trainer_slow_to_stop", sent=sign.name)
 
 
-def _last_line(path: Path) -> str:
-    """The line that says why: the last one that names an error, else the last one."""
-    lines = [line for line in path.read_text(errors="replace").splitlines()[-200:] if line.strip()]
-    named = [
-        line
-        for line in lines
-        if ("Error:" in line and "ChildFailedError" not in line) or line.startswith("error:")
-    ]
+def _last_line(path: Path, began: int) -> str:
+    """The line that says why: the last one since byte `began` that names an error, else the last one."""
+    with open(path, "rb") as log_file:
+        size = log_file.seek(0, os.SEEK_END)
+        log_file.seek(max(began, size - _TAIL_BYTES))
+        text = log_file.read(_TAIL_BYTES).decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip(" =-")]
+    named = [line for line in lines if _ERROR.match(line) and "ChildFailedError" not in line]
     return (named or lines or ["no output"])[-1].strip()[:500]

@@ -48,6 +48,8 @@ class Training:
                     await self._train(mesh)
                     return
                 except TrainerFailed as error:
+                    if self._daemon.finished.is_set():
+                        raise
                     smaller = await self._mesh_that_fits(mesh)
                     if smaller == mesh and self._daemon.boundaries == boundaries:
                         raise

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.edge_link import EdgeLink
-from node.edge_messages import Buffers, Follow, GoOn, Hello, Message, Refused, Stop, encode
+from node.edge_link import DaemonLost, EdgeLink
+from node.edge_messages import (
+    Boundary,
+    Buffers,
+    Follow,
+    GoOn,
+    Hello,
+    Message,
+    Refused,
+    Stop,
+    encode,
+)
 from node.shared_buffer import SharedBuffer
 from node.trainer_link import TrainerLink
 from protocol.layout import TensorLayout
@@ -176,6 +186,23 @@ async def test_the_end_of_an_old_trainer_is_not_the_end_of_the_new_one(tmp_path:
         desk.link.turn_to("third")
         await desk.link.send(GoOn(4, 4, 0))
         assert await received(third) == GoOn(4, 4, 0)
+
+
+@in_a_loop
+async def test_a_trainer_that_another_has_replaced_is_heard_no_more_and_cut_off(
+    tmp_path: Path,
+) -> None:
+    async with at_work(tmp_path) as desk:
+        old = await desk.present("old", GoOn(1, 1, 0))
+        new = await desk.present("new", GoOn(2, 2, 0))
+        with suppress(DaemonLost):
+            old.send(Boundary(1, "old", 0, 5, 640, 5, 2.5, 0.25, 0.0))
+        new.send(Boundary(1, "new", 0, 5, 640, 5, 2.5, 0.25, 0.0))
+        heard = await desk.inbox.get()
+        assert isinstance(heard, Boundary)
+        assert heard.incarnation == "new"
+        with pytest.raises(DaemonLost):
+            await received(old)
 
 
 @in_a_loop

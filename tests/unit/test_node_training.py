@@ -36,6 +36,7 @@ class FakeDaemon:
     def __init__(self) -> None:
         self.boundaries = 0
         self.attached, self.stepped = asyncio.Event(), asyncio.Event()
+        self.finished = asyncio.Event()
 
 
 class World:

@@ -477,6 +477,18 @@ def test_ctrl_c_breaks_the_wait_for_a_silent_daemon(model: nn.Module, daemon: Da
     daemon.join()
 
 
+def test_an_evaluation_that_is_not_finite_is_not_reported_and_a_tensor_is(
+    model: nn.Module, daemon: Daemon
+) -> None:
+    daemon.greeting = daemon.welcome(evaluate=True)
+    island = joined(model, daemon)
+    island.report_evaluation(float("nan"))
+    island.report_evaluation(torch.tensor(1.5))
+    island.close()
+    daemon.join()
+    assert daemon.heard[1:] == [Evaluation(round=0, loss=1.5)]
+
+
 # --- the trainer's own loop --------------------------------------------------------------------
 
 

@@ -90,3 +90,26 @@ def test_that_of_another_optimizer_leaves_this_one_fresh(tmp_path: Path) -> None
 
 def test_without_any_there_is_nothing_to_take_up(tmp_path: Path) -> None:
     assert checkpoint(tmp_path / "none", *trainer()).load() is None
+
+
+def test_steps_that_were_not_all_counted_do_not_hide_the_newer_state(tmp_path: Path) -> None:
+    model, optimizer = trainer()
+    train(model, optimizer, 1)
+    for steps in (120, 160, 80):
+        checkpoint(tmp_path, model, optimizer).save(steps)
+    assert checkpoint(tmp_path, *trainer()).load() == 80
+
+
+def test_a_parameter_that_never_had_a_gradient_costs_the_others_nothing(tmp_path: Path) -> None:
+    def with_an_idle_part() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = trainer()
+        model.idle = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    model, optimizer = with_an_idle_part()
+    train(model, optimizer, 2)
+    checkpoint(tmp_path, model, optimizer).save(2)
+    again, fresh = with_an_idle_part()
+    assert checkpoint(tmp_path, again, fresh).load() == 2
+    for a, b in zip(model[:3].parameters(), again[:3].parameters(), strict=True):
+        assert torch.equal(optimizer.state[a]["exp_avg"], fresh.state[b]["exp_avg"])
