@@ -1,41 +1,37 @@
-"""Boxes of DTensors that FSDP2 and tensor parallelism have cut unevenly, on ranks that are only imagined."""
+"""Boxes of DTensors that FSDP2 and tensor parallelism have cut unevenly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+from pathlib import Path
 
-import pytest
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from node.tiling import Box, writers
 
-from node.shards import shard_of
+CHILD = Path(__file__).with_name("shards_child.py")
 
 
-@pytest.fixture
-def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One rank of a world of six that does no communication."""
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=6)
-    yield request.param
-    dist.destroy_process_group()
+def test_rows_that_do_not_divide_have_the_boxes_that_fsdp_gave_them() -> None:
+    """Tensor parallelism over 2 cuts first, FSDP2 over 3 what is left, each into runs rounded up.
 
-
-@pytest.mark.parametrize("rank", range(6), indirect=True)
-@pytest.mark.parametrize("rows", [7, 13, 19, 50_257])
-def test_rows_that_do_not_divide_have_the_box_that_fsdp_gave_them(rank: int, rows: int) -> None:
-    """Tensor parallelism over 2 cuts first, FSDP2 over 3 cuts what is left, each into ceiling-sized runs."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
-    layer = nn.Sequential(nn.Linear(1, rows, bias=False))
-    parallelize_module(layer, mesh["tensor"], {"0": ColwiseParallel()})
-    fully_shard(layer, mesh=mesh["shard"])
-    shard = shard_of("weight", layer[0].weight)
-    half = -(-rows // 2)
-    first, size = (0, half) if rank % 2 == 0 else (half, rows - half)
-    step = -(-size // 3)
-    mine = range(rows)[first : first + size][rank // 2 * step : (rank // 2 + 1) * step]
-    assert shard.box.shape == (len(mine), 1)
-    if mine:
-        assert shard.box.offset == (mine.start, 0)
+    That each local tensor has its box's shape is checked where boxes are made.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", str(CHILD)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2_000:]
+    boxes: dict[int, dict[int, Box]] = {}
+    for line in done.stdout.splitlines():
+        rank, rows, (offset, shape) = json.loads(line)
+        boxes.setdefault(rows, {})[rank] = Box(tuple(offset), tuple(shape))
+    assert set(boxes) == {7, 13, 19, 50_257}
+    for rows, held in boxes.items():
+        writers([{"w": held[rank]} for rank in range(6)], {"w": (rows, 1)})  # they tile
+        half = -(-rows // 2)
+        for rank, box in held.items():
+            first, size = (0, half) if rank % 2 == 0 else (half, rows - half)
+            step = -(-size // 3)
+            mine = range(first, first + size)[rank // 2 * step : (rank // 2 + 1) * step]
+            assert box.shape == (len(mine), 1)
+            assert not mine or box.offset == (mine.start, 0)
