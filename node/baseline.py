@@ -69,7 +69,7 @@ def run_arm(
     training, held_out = split_tokens(tokens, settings.model.context, settings.data.held_out)
     islands = batches_of(settings.islands if arm == "data_parallel" else 1, training, settings)
     curve: list[tuple[int, float]] = []
-    step = seen = 0  # tokens of the run whose schedule this arm follows
+    step = seen = trained = 0  # tokens: of the run whose schedule this arm follows; of this arm
     while seen + (now := islands[0].tokens_at(step) * settings.islands) <= target:
         mean = 0.0
         for batches in islands:
@@ -77,13 +77,14 @@ def run_arm(
             mean += loss.item() / len(islands) if loss is not None else 0.0
         trainer.inner_step.apply(lr_at(seen, inner, target))
         step, seen = step + 1, seen + now
+        trained = seen * len(islands) // settings.islands
         if time.perf_counter() - reported_s >= PROGRESS_EVERY_S:
             reported_s = time.perf_counter()
             report(f"step {step}, {seen / target:.0%}, loss {mean:.4f}")
         if seen * evaluations // target > len(curve):
-            curve.append((seen * len(islands) // settings.islands, trainer.held_out_loss(held_out)))
-    if not curve or curve[-1][0] != seen * len(islands) // settings.islands:
-        curve.append((seen * len(islands) // settings.islands, trainer.held_out_loss(held_out)))
+            curve.append((trained, trainer.held_out_loss(held_out)))
+    if not curve or curve[-1][0] != trained:
+        curve.append((trained, trainer.held_out_loss(held_out)))
     return Result(
         arm=arm,
         lr=inner.lr,

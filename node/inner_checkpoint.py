@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 log = structlog.get_logger()
 
 KEPT = 2
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 
 
-def _without_idle(wanted: Iterable[str], there: Container[str]) -> list[str]:
-    """Keys that are not there, but for parameters that have none there: they had no gradient yet."""
-    parts = [key.partition(".") for key in wanted]
-    known = {name for kind, _, name in parts if f"{kind}.{name}" in there}
-    return sorted(k for k in wanted if k not in there and k.partition(".")[2] in known) or (
-        [] if known else sorted(wanted)[:1]
-    )
+def _steps_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _missing(wanted: Collection[str], there: Container[str]) -> list[str]:
+    """Keys KIND.PARAMETER that are not there. A parameter of which nothing is there had no gradient yet and
+    lacks nothing, unless that is so of all."""
+    known = {key.partition(".")[2] for key in wanted if key in there}
+    lacking = [key for key in wanted if key not in there]
+    return sorted(key for key in lacking if not known or key.partition(".")[2] in known)
 
 
 class InnerCheckpoint:
@@ -79,7 +82,7 @@ class InnerCheckpoint:
         if self._rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             for later in self._complete():  # of a life whose steps were not all counted
-                if int(later.name.removeprefix("step-")) > steps:
+                if _steps_of(later) > steps:
                     shutil.rmtree(later, ignore_errors=True)
             writing.rename(final)
             for old in self._complete()[KEPT:]:
@@ -91,7 +94,7 @@ class InnerCheckpoint:
         for folder in self._complete():
             fault = self._try(folder)
             if self._agreed(fault is None):
-                steps = int(folder.name.removeprefix("step-"))
+                steps = _steps_of(folder)
                 log.info("inner_checkpoint_taken_up", steps=steps)
                 return steps
             log.warning(
@@ -107,7 +110,7 @@ class InnerCheckpoint:
         reader = HuggingFaceStorageReader(str(folder))
         try:
             there = reader.read_metadata().state_dict_metadata
-            if missing := _without_idle(values, there):
+            if missing := _missing(values, there):
                 return f"it lacks {missing[0]}"
             values = {key: value for key, value in values.items() if key in there}
             random = f"random.{self._rank}"
@@ -124,9 +127,7 @@ class InnerCheckpoint:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(its tensors by name, the optimizer state dict that holds the same tensors)."""
-        state: dict[str, Any] = {
-            **get_optimizer_state_dict(self._model, self._optimizers),
-        }
+        state: dict[str, Any] = {**get_optimizer_state_dict(self._model, self._optimizers)}
         return {
             f"{key}.{parameter}": value
             for parameter, values in state["state"].items()
@@ -147,7 +148,7 @@ class InnerCheckpoint:
             return []
         return sorted(
             (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
-            key=lambda path: int(path.name.removeprefix("step-")),
+            key=_steps_of,
             reverse=True,
         )
 

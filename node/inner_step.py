@@ -29,6 +29,7 @@ from node.moe import MixtureOfExperts
 from node.parallel import Part
 from node.parameters import hold
 from node.pipeline import Pipeline
+from node.shards import local_of
 
 _FORWARD, _BACKWARD, _OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -80,7 +81,7 @@ class InnerStep:
                 loss = cross_entropy(logits_of(self._part.module(x)), y)
             with self._timed(_BACKWARD):
                 (loss * (weight * share)).backward()
-            mine = _local(loss.detach()) * weight
+            mine = local_of(loss.detach()) * weight
             total = mine if total is None else total + mine
         assert total is not None
         return total
@@ -110,7 +111,7 @@ class InnerStep:
         squares = torch.zeros((), dtype=torch.float32, device=self._device)
         for parameter in self._counted:
             if parameter.grad is not None:
-                squares += _local(parameter.grad).float().square().sum().to(self._device)
+                squares += local_of(parameter.grad).float().square().sum().to(self._device)
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
         self.norm = math.sqrt(squares.item())
@@ -120,7 +121,7 @@ class InnerStep:
         if scale < 1:
             for parameter in self._parameters:
                 if parameter.grad is not None:
-                    _local(parameter.grad).mul_(scale)
+                    local_of(parameter.grad).mul_(scale)
         return True
 
     def _place_gradients(self) -> None:
@@ -146,7 +147,7 @@ class InnerStep:
                 if walked is None:
                     return None
                 logits = walked
-            return _local(cross_entropy(logits, targets))
+            return local_of(cross_entropy(logits, targets))
 
     def _hidden(self, inputs: Tensor) -> Tensor:
         """As many tokens and as wide as what stages exchange for `inputs`."""
@@ -186,7 +187,3 @@ def _counted_here(part: Part, optimizers: Sequence[torch.optim.Optimizer]) -> li
     mine = muster(held.pieces, True, host).writes[host.rank]
     parameters = [p for p in part.module.parameters() if p.requires_grad]
     return [p for p, piece in zip(parameters, held.pieces, strict=True) if piece.name in mine]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -110,15 +110,14 @@ async def _live(
             await _first(
                 following, daemon.finished.wait(), _lasting(daemon, training, site.trainer_log)
             )
-            await daemon.say_goodbye()
+        await daemon.say_goodbye()
+        if training is not None:
             patience_s = None if site.command else _FAREWELL_S  # an own script may export at length
             await _first(following, asyncio.wait({training}, timeout=patience_s))
             if training.done():
                 training.result()
             else:
                 log.warning("trainer_still_busy", waited_s=_FAREWELL_S)
-        else:
-            await daemon.say_goodbye()
     finally:
         if not daemon.opened.is_set():
             await daemon.say_goodbye()  # stopped in the lobby: the run must not open with our ghost

@@ -23,10 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from node.all_to_all import exchange
 from node.gpt import Gpt
+from node.shards import local_of
 from protocol.spec import MoeModel
 
 
@@ -83,7 +84,7 @@ class Experts(nn.Module):
         return torch.cat(done)
 
     def _weights(self, parameter: Tensor) -> Tensor:
-        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine = local_of(parameter)
         if self.gradient_scale == 1.0:
             return mine
         return ScaleGradient.apply(mine, self.gradient_scale)  # type: ignore[no-any-return, no-untyped-call]

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor
 
 from node.mesh import microbatches
 from node.parallel import Part
+from node.shards import local_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,7 +54,7 @@ class Pipeline:
             losses=losses if self._last else None,
             return_outputs=False,
         )
-        return torch.stack([_local(loss) for loss in losses]).mean() if losses else None
+        return torch.stack([local_of(loss.detach()) for loss in losses]).mean() if losses else None
 
     def _schedule(self, samples: int, count: int) -> Schedule1F1B:
         """One per batch size, as stages fix the shapes they exchange; a ramp has a few."""
@@ -77,8 +77,3 @@ class Pipeline:
             return y
         dist.send(y.contiguous(), group=self._group, group_dst=self._stage + 1)
         return None
-
-
-def _local(loss: Tensor) -> Tensor:
-    loss = loss.detach()
-    return loss.to_local() if isinstance(loss, DTensor) else loss

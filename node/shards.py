@@ -68,6 +68,11 @@ def _box_of(parameter: DTensor) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, a DTensor or a plain one; gradients flow through."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def load_whole(name: str, parameter: Tensor, values: Tensor) -> None:
     """Copies this rank's piece of `values`, the whole tensor, into `parameter`."""

@@ -169,7 +169,7 @@ def process_group(settings: TrainerSettings) -> Iterator[torch.device]:
             f"make --nproc-per-node and the mesh agree"
         )
     cuda = island.device == "cuda" or (island.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cpu")
+    device = CPU
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
