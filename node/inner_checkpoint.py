@@ -44,6 +44,14 @@ KEPT = 2
 _NAME = re.compile(r"step-\d{8,}")
 
 
+# CheckpointException is what all ranks get when any of them fails.
+_FAULTS = (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException)
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+
+
 def _steps_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -68,25 +76,50 @@ class InnerCheckpoint:
         self._group: Any = dist.new_group(backend="gloo") if several else None
 
     def save(self, steps: int) -> None:
-        """Keeps the state after `steps` inner steps of this island."""
-        writing, final = self._folder / "writing", self._folder / f"step-{steps:08d}"
+        """Keeps the state after `steps` inner steps of this island; one that fails is logged and left."""
+        writing = self._folder / "writing"
+        for stage in (self._prepare, self._write):
+            fault = stage(writing)
+            if not self._agreed(fault is None):
+                log.warning("inner_checkpoint_failed", steps=steps, reason=fault or "elsewhere")
+                return
         if self._rank == 0:
+            self._keep(writing, steps)
+
+    def _prepare(self, writing: Path) -> str | None:
+        """Returns what is wrong, as `_write` does."""
+        if self._rank:
+            return None
+        try:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
-        self._meet()
+        except OSError as error:
+            return _one_line(error)
+        return None
+
+    def _write(self, writing: Path) -> str | None:
         values, _ = self._state()
         values[f"random.{self._rank}"] = torch.get_rng_state()
-        writer = HuggingFaceStorageWriter(str(writing), save_distributed=True)
-        with self._alone_or_together() as how:
-            save_distributed(values, storage_writer=writer, **how)
-        if self._rank == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            for later in self._complete():  # of a life whose steps were not all counted
-                if _steps_of(later) > steps:
-                    shutil.rmtree(later, ignore_errors=True)
+        try:
+            writer = HuggingFaceStorageWriter(str(writing), save_distributed=True)
+            with self._alone_or_together() as how:
+                save_distributed(values, storage_writer=writer, **how)
+        except _FAULTS as error:
+            return _one_line(error)
+        return None
+
+    def _keep(self, writing: Path, steps: int) -> None:
+        final = self._folder / f"step-{steps:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        for later in self._complete():  # of a life whose steps were not all counted
+            if _steps_of(later) > steps:
+                shutil.rmtree(later, ignore_errors=True)
+        try:
             writing.rename(final)
-            for old in self._complete()[KEPT:]:
-                shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            log.warning("inner_checkpoint_failed", steps=steps, reason=_one_line(error))
+        for old in self._complete()[KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def load(self) -> int | None:
         """Takes up the newest state that can be used; returns its steps, or None."""
@@ -118,8 +151,8 @@ class InnerCheckpoint:
                 values[random] = torch.get_rng_state()
             with self._alone_or_together() as how:
                 load_distributed(values, storage_reader=reader, **how)
-        except (OSError, ValueError, RuntimeError, SafetensorError, CheckpointException) as error:
-            return (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
+        except _FAULTS as error:
+            return _one_line(error)
         set_optimizer_state_dict(self._model, self._optimizers, state)
         if random in values:
             torch.set_rng_state(values[random])

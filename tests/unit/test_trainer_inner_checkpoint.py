@@ -113,3 +113,16 @@ def test_a_parameter_that_never_had_a_gradient_costs_the_others_nothing(tmp_path
     assert checkpoint(tmp_path, again, fresh).load() == 2
     for a, b in zip(model[:3].parameters(), again[:3].parameters(), strict=True):
         assert torch.equal(optimizer.state[a]["exp_avg"], fresh.state[b]["exp_avg"])
+
+
+def test_a_save_that_fails_costs_neither_the_training_nor_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = trainer()
+    train(model, optimizer, 1)
+    kept = checkpoint(tmp_path, model, optimizer)
+    kept.save(10)
+    (tmp_path / "writing").write_text("a file where the folder should be")
+    kept.save(20)
+    assert "inner_checkpoint_failed" in capsys.readouterr().out
+    assert checkpoint(tmp_path, *trainer()).load() == 10
